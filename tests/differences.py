@@ -77,7 +77,11 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "runtime/lightning/hooks/hook_state.py",
     ),
     "One loss of the whole batch": ("models/replay/rows/batch_rows.py",),
-    "Modules that declare units": ("models/unit_model.py", "models/stage_model.py"),
+    "Modules that declare units": (
+        "models/held_units.py",
+        "models/unit_model.py",
+        "models/stage_model.py",
+    ),
     "Recomputation and tensor parallelism": (
         "models/selective/policy.py",
         "models/selective/region.py",

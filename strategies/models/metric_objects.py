@@ -113,6 +113,28 @@ def on_whole_batch(module: nn.Module, *, together: bool) -> Iterator[None]:
         yield
 
 
+def apart(
+    module: nn.Module, around: Callable[[], contextlib.AbstractContextManager[None]]
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, what metrics do with what a step gives them is done ``around`` something."""
+    entries: list[tuple[dict[str, Any], str, Any]] = []
+    for child in module.modules():
+        if isinstance(child, Metric):
+            for name in ("update", "forward"):
+                entries.append((child.__dict__, name, _around(getattr(child, name), around)))
+    return replaced(entries)
+
+
+def _around(
+    function: Callable[..., Any], around: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _tolerant(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():

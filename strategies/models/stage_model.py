@@ -101,6 +101,11 @@ class StageModel(ABC):
     """A model seen as an ordered list of units, able to run any contiguous range of them."""
 
     @property
+    def trains(self) -> bool:
+        """Whether it may be trained as it is cut; else for evaluation alone."""
+        return True
+
+    @property
     @abstractmethod
     def module(self) -> nn.Module:
         """The module that is cut."""
@@ -378,6 +383,10 @@ class StageModel(ABC):
         """Why an evaluation step cannot be cut where this model is; None where it can."""
         return None
 
+    def decides(self, mode: Mode) -> bool:
+        """Whether the code of an evaluation step has branches, so that batches may differ."""
+        return False
+
     def follow_freezing(self) -> None:
         """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""
         raise NotImplementedError
@@ -401,6 +410,10 @@ class StageModel(ABC):
     def partial_parameters(self) -> Collection[str]:
         """Whole parameters whose gradients are to be added up over tensor-parallel ranks."""
         return ()
+
+
+class NoLayersError(ModelError):
+    """A step comes to no layer for some batch: there is nothing to cut, and nothing is missing."""
 
 
 def filled(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -6,8 +6,9 @@ import contextlib
 import random
 import sys
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -239,6 +240,14 @@ def kept_generators() -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
+TorchState = tuple[Tensor, Tensor | None]  # of the generators on CPU and current device
+
+
+def torch_state() -> TorchState:
+    cuda = torch.cuda.get_rng_state() if cuda_is_used() else None
+    return torch.default_generator.get_state(), cuda
+
+
 @dataclass(frozen=True, slots=True)
 class Generators:
     """Where all generators stand that a forward may draw from.
@@ -275,6 +284,25 @@ class Generators:
         if self.cuda is not None and now.cuda is not None:
             arrays.append((self.cuda, now.cuda))
         return alike and all(torch.equal(before, after) for before, after in arrays)
+
+    def written(self) -> list[str | None]:
+        """Torch's part in letters, for other ranks."""
+        parts = (self.cpu, self.cuda)
+        return [None if p is None else b64encode(p.numpy().tobytes()).decode() for p in parts]
+
+    def with_torch(self, cpu: Tensor, cuda: Tensor | None) -> Generators:
+        """With another state of torch's generators."""
+        return replace(self, cpu=cpu, cuda=self.cuda if cuda is None else cuda)
+
+    @classmethod
+    def read(cls, written: Sequence[str | None]) -> Generators:
+        """Torch's part as ``written``, the others where they are now."""
+        cpu, cuda = (
+            None if p is None else torch.frombuffer(bytearray(b64decode(p)), dtype=torch.uint8)
+            for p in written
+        )
+        assert cpu is not None
+        return cls.now().with_torch(cpu, cuda)
 
     def mark(self) -> int:
         """The same number on ranks whose host draws the same."""

@@ -10,6 +10,7 @@ import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -149,16 +150,19 @@ def _of_function(function: FunctionType, given: Iterable[str]) -> Iterator[Place
         yield Place(slot, lambda: function, lambda _: None)
 
 
-def _given_attributes(code: CodeType) -> Iterator[tuple[str, str]]:
+@lru_cache(maxsize=4096)  # A process trains more than once, and reading takes long.
+def _given_attributes(code: CodeType) -> tuple[tuple[str, str], ...]:
     """Global names in some code to which it gives attributes (``f.calls = 0``), and which."""
     before = None
+    found = []
     for one in dis.get_instructions(code):
         if one.opname == "STORE_ATTR" and before is not None and before.opname == "LOAD_GLOBAL":
-            yield str(before.argval), str(one.argval)
+            found.append((str(before.argval), str(one.argval)))
         before = one
     for part in code.co_consts:
         if isinstance(part, CodeType):
-            yield from _given_attributes(part)
+            found += _given_attributes(part)
+    return tuple(found)
 
 
 def _methods(kind: type) -> dict[str, list[Any]]:
@@ -176,7 +180,8 @@ def speaks_of(kind: type, word: str) -> bool:
     return any(word in _words(f.__code__)[0] for f in functions if isinstance(f, FunctionType))
 
 
-def _words(code: CodeType) -> tuple[set[str], set[str]]:
+@lru_cache(maxsize=4096)
+def _words(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The names in some code, and those of them that it assigns to variables of its file."""
     words = set(code.co_names)
     assigned = set()
@@ -190,7 +195,7 @@ def _words(code: CodeType) -> tuple[set[str], set[str]]:
             more = _words(part)
             words |= more[0]
             assigned |= more[1]
-    return words, assigned
+    return frozenset(words), frozenset(assigned)
 
 
 def of_trainer(trainer: Any, *, callbacks: bool) -> Iterator[Place]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-ROWS, STEPS = 8, 5
+ROWS, STEPS = 8, 3
 Batch = tuple[Tensor, ...]
 
 

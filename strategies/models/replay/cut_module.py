@@ -20,6 +20,7 @@ from strategies.errors import ModelError
 from strategies.models.nested import structure
 from strategies.models.replay.gate import (
     compiled_above,
+    has_branches,
     has_compiled,
 )
 from strategies.models.replay.inference import Outcome
@@ -30,13 +31,15 @@ from strategies.models.replay.layout import (
     group_calls,
     same_layout,
 )
-from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
-from strategies.models.replay.probing import Probed, probe_path, probe_units
-from strategies.models.replay.rows.value_plan import ValuePlan, Values
+from strategies.models.replay.path import Boundary, Call, Cut, ParameterTable, Path
+from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
+from strategies.models.replay.rows.value_plan import THROUGH, ValuePlan, Values
 from strategies.models.replay.rows.whole_values import Dealer, Step, Where
+from strategies.models.replay.unit_search import select_units
 from strategies.models.stage_model import (
     STEP_NAMES,
     Mode,
+    NoLayersError,
     Search,
     StageModel,
     Unit,
@@ -84,6 +87,9 @@ class CutModule(StageModel):
                 "So the layers run uncompiled. Compile them one by one, or use compile=True."
             )
         self._dealer = Dealer(self.values, self._num_calls)
+        self._trains = True
+        self._decides: dict[Mode, bool] = {}  # whether a step has branches
+        self._trails: dict[Step, list[int | str]] = {}  # of the first batches of those that have
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
         self._example: Example | None = None
         self._sharding: PlanSharding | None = None
@@ -127,6 +133,26 @@ class CutModule(StageModel):
         return model
 
     @classmethod
+    def by_order(cls, module: LightningModule, batch: Any, *, chain: str | None = None) -> Self:
+        """For evaluation by a step that cannot be cut: layers lie on stages as they are registered.
+
+        So each rank has its part of the weights, and brings it to the steps that run as a whole.
+        """
+        units = select_units(module, chain, frozenset())
+        table = ParameterTable(module, batch_device(batch, module))
+        names = table.by_identity()
+        calls = []
+        for index, unit in enumerate(units.values()):
+            used = tuple(dict.fromkeys(names[id(parameter)] for parameter in unit.parameters()))
+            cost = float(sum(parameter.numel() for parameter in unit.parameters()))
+            calls.append(Call(index, "", cost, (), (), used))
+        cuts = tuple(Cut((index, 0), (), index) for index in range(len(calls) + 1))
+        path = Path(tuple(units), tuple(calls), ((),) * len(cuts), cuts, False)
+        model = cls(module, ("train", 0, None), Probed(units, table, path, {}))
+        model._trains = False
+        return model
+
+    @classmethod
     def divided(
         cls,
         module: LightningModule,
@@ -166,7 +192,41 @@ class CutModule(StageModel):
             self.follow(which, batch, batch_idx, dataloader_idx)
         except ModelError as error:
             return error
-        return None
+        if not self._paths[which].calls:  # Another batch may come to layers.
+            del self._layouts[which], self._paths[which], self._caches[which]
+            return NoLayersError(f"{STEP_NAMES[mode]} calls no layer for this batch.")
+        return self._straying(which, batch, (batch_idx, dataloader_idx))
+
+    def decides(self, mode: Mode) -> bool:
+        if mode not in self._decides:
+            self._decides[mode] = has_branches(self._module, STEP_NAMES[mode])
+        return self._decides[mode]
+
+    def _straying(self, which: Step, batch: Any, where: Where) -> ModelError | None:
+        """Why a batch cannot go the way of the first one: it comes to other layers, or to none."""
+        if not self.decides(which[0]):
+            return None
+        self._dealer.clear()
+        try:
+            run = self.values(which, batch, where, THROUGH, False)
+        except ModelError as error:
+            return error
+        last = max((i for i, word in enumerate(run.trail) if isinstance(word, int)), default=-1)
+        trail = run.trail[: last + 1]
+        known = self._trails.setdefault(which, trail)
+        if trail == known:
+            return None
+        step = STEP_NAMES[which[0]]
+        if not trail:
+            return NoLayersError(f"{step} calls no layer for this batch.")
+        return ModelError(
+            f"{step} runs other layers for some batches than for the first. Use the same layers "
+            "for every batch, or pp=1."
+        )
+
+    @property
+    def trains(self) -> bool:
+        return self._trains
 
     @property
     def module(self) -> nn.Module:

@@ -14,6 +14,8 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dis import get_instructions
+from types import CodeType
 from typing import Any
 
 import torch
@@ -152,6 +154,31 @@ def _versions_counted() -> Iterator[None]:
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
     """Lightning's rule: the name ``batch_idx``, any second argument, or ``*args``."""
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def has_branches(module: LightningModule, name: str) -> bool:
+    """Whether a method, or one of the module's own that it names, may go one way or another."""
+    todo, seen = [name], set()
+    while todo:
+        name = todo.pop()
+        function = inspect.unwrap(getattr(getattr(module, name), "__func__", None) or len)
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        words: set[str] = set()
+        parts = [code]
+        while parts:
+            part = parts.pop()
+            if any(
+                "JUMP" in each.opname and "IF" in each.opname for each in get_instructions(part)
+            ):
+                return True
+            words.update(part.co_names)
+            parts += [each for each in part.co_consts if isinstance(each, CodeType)]
+        own = type(module).__mro__[: type(module).__mro__.index(LightningModule)]
+        todo += [word for word in words if any(word in vars(kind) for kind in own)]
+    return False
 
 
 def _gate(index: int, forward: Function) -> Callable[..., Any]:

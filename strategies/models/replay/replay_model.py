@@ -16,6 +16,7 @@ from torch import Tensor
 from strategies.errors import ModelError, PipelineError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture, no_means
+from strategies.models.metric_objects import apart
 from strategies.models.nested import cloned, rebuild, structure, tensors
 from strategies.models.replay.cut_module import CutModule
 from strategies.models.replay.gate import (
@@ -269,15 +270,13 @@ class ReplayModel(CutModule):
         ):
             if path.clones_batch or any(tensor.is_inference() for tensor in tensors(batch)):
                 batch = cloned(batch)
-            with suppress(StageDone), run:
+            with suppress(StageDone), apart(self._module, run.metric), run:
                 run.begin()
                 try:
                     call_step(self._module, which[0], batch, *where)
                 except PipelineError:
                     raise
                 except Exception as error:
-                    if plan is not None:
-                        raise
                     run.values.failed = error
             return run.close()
 

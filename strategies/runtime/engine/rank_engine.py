@@ -19,9 +19,10 @@ from strategies.models.collectives import default_group, listed
 from strategies.models.logs import LogEntry, start_packing, unpack_logs
 from strategies.models.nested import structure
 from strategies.models.replay.rows.whole_values import Step
-from strategies.models.stage_model import LogCall, Mode
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode
 from strategies.models.state import Generators, kept_generators
 from strategies.runtime.engine.rank_passes import PassResult, RankPasses
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.step.activation_bytes import ActivationBytes
 from strategies.runtime.step.microbatch import (
     Microbatch,
@@ -242,13 +243,71 @@ class Engine(RankPasses):
         dataloader_idx: int | None,
         loaders: TreeSpec | None,
     ) -> ModelError | None:
-        """Why an evaluation step cannot be cut; None where it can. Alike on a pipeline's ranks."""
+        """Why a step cannot be cut for an evaluation batch; None where it can.
+
+        Alike on a pipeline's ranks; collective where batches may differ in it.
+        """
         step = (mode, dataloader_idx or 0, structure(batch))
-        if step not in self._uncut:
-            first = split_batch(batch, self.plan.num_microbatches, loaders)[0].data
-            with default_group(self._parts.replicas), kept_generators():
-                self._uncut[step] = self.model.refusal(mode, first, batch_idx, dataloader_idx)
-        return self._uncut[step]
+        known = step in self._uncut
+        if known and (self._uncut[step] is not None or not self.model.decides(mode)):
+            return self._uncut[step]
+        microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
+        options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx, batch=batch)
+        before = Generators.now()
+        self.whole.note()
+        try:
+            with default_group(self._parts.replicas):
+                why = self.model.refusal(mode, microbatches[0].data, batch_idx, dataloader_idx)
+        finally:
+            before.put_back()
+            self.whole.state.take_back()
+        mixes = None
+        if why is None and not known:
+            mixes = self._mixing(batch, microbatches, options, loaders)
+        if self.model.decides(mode):
+            # It depends on what has happened so far, which no rank may see differently.
+            refused = Exchange(self.control_group).everyone(why is not None)
+            if why is None and any(refused):
+                why = ModelError(
+                    f"another rank cannot cut {STEP_NAMES[mode]} for this batch. Let it depend on "
+                    "the batch and its number alone, which all ranks see alike."
+                )
+        if why is None or not self.model.decides(mode):
+            self._uncut[step] = why or mixes
+        return why or mixes
+
+    def _mixing(
+        self,
+        batch: Any,
+        microbatches: Sequence[Microbatch],
+        options: PassOptions,
+        loaders: TreeSpec | None,
+    ) -> ModelError | None:
+        """Why microbatches of evaluation do not give what the batch gives, by a look at one."""
+        found: ModelError | None = None
+
+        def look(step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> None:
+            nonlocal found
+            mixed, uneven = self.model.mixed_rows(step, whole, parts, rows)
+            name = STEP_NAMES[options.mode]
+            if mixed is not None:
+                found = ModelError(
+                    f"{mixed}: {name} mixes rows of the batch between its layers: what this layer "
+                    "gets for a row depends on the others, and microbatches have some of them. Use "
+                    "num_microbatches=1."
+                )
+            elif uneven:
+                found = ModelError(
+                    f"{name} logs {', '.join(uneven)} before its last layer, and no mean over "
+                    "rows: microbatches have some of them. Log it behind the last layer, or use "
+                    "num_microbatches=1."
+                )
+
+        try:
+            self._draws.look(batch, microbatches, options, loaders, whole=self.whole, then=look)
+        except ModelError as error:
+            return error
+        return found
 
     def leave_uncut(
         self, batch: Any, mode: Mode, dataloader_idx: int | None, why: ModelError

@@ -23,7 +23,7 @@ from strategies.ir.program import Program
 from strategies.models.collectives import default_group, listed
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
 from strategies.models.stage_model import LogCall
-from strategies.models.state import Fetch, kept_generators
+from strategies.models.state import Fetch, Generators, kept_generators
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.runtime.engine.rank_weights import RankWeights
@@ -148,13 +148,15 @@ class RankPasses(RankWeights):
         def share_later(result: StepResult) -> None:
             nonlocal whole
             with default_group(self._parts.replicas):
-                whole, entries = self.whole.end(result.logs, result.loss)
+                whole, entries = self.whole.end(result.logs, result.loss, behind=self._draws.behind)
             loss = None if result.loss is None else Fetch(result.loss)
             logs = start_packing(entries)
 
             def share() -> None:
                 value = None if loss is None else float(loss.tensor())
                 said = self.mirror.message(whole, carries=carries, read=read)
+                if whole.generators is not None and self._draws.steers:
+                    said = {**(said or {}), "drawn": whole.generators.written()}
                 times = self._times(previous)
                 stops = stream is not None and stream.asked_to_stop
                 bulletin.post([mark(), value, logs(), times, said, rows, stops])
@@ -207,6 +209,8 @@ class RankPasses(RankWeights):
             self._note([answer[3] for answer in answers])
             said = next((answer[4] for answer in answers if answer[4] is not None), None)
             self.mirror.take(said)
+            if said is not None and "drawn" in said:
+                Generators.read(said["drawn"]).put_back()
             self.mirror.share(now=True)
             if options.mode in self.mirrored:
                 self.mirror.share()

@@ -42,7 +42,8 @@ from strategies.runtime.step.step_mirror import StepMirror
 from strategies.runtime.step.whole_batch import WholeBatch
 from strategies.runtime.step.whole_draws import WholeDraws
 from strategies.runtime.update.flush import Flush
-from strategies.runtime.update.grad_sync import StageGradients, main_dtype
+from strategies.runtime.update.grad_sync import StageGradients
+from strategies.runtime.update.gradient_layout import main_dtype
 from strategies.runtime.update.main_weights import AllMainWeights
 from strategies.runtime.update.nan_guard import NanWatch
 from strategies.runtime.update.post_validation import PostValidation
@@ -372,6 +373,7 @@ class RankSetup:
                 narrow=self._narrow,
                 launched=self._executor.reduction_started,
                 noted=None if watch is None else watch.note_bucket,
+                alone=self.stream is None,
                 mains=None if own else self._gradients.mains,
             )
             gradients.left_alone = self._gradients.left_alone

@@ -88,7 +88,11 @@ class RankWeights(RankSetup):
 
     def create_hook_groups(self, *, timeout_s: float) -> None:
         """Groups in which a replica's ranks talk inside people's hooks; collective."""
-        wanted = mesh.hook_groups(self.coordinates, fast=self.options.backend == "nccl")
+        wanted = mesh.hook_groups(
+            self.coordinates,
+            fast=self.options.backend == "nccl",
+            together=self.stream is not None,
+        )
         self._create(wanted, timeout_s=timeout_s)
 
     def updating(self) -> AbstractContextManager[None]:
@@ -188,6 +192,8 @@ class RankWeights(RankSetup):
         self._flush.norm_waits_s.append(time.perf_counter() - asked)
         if struck:
             raise UpdateUndone
+        if self._parts.watch is not None:
+            self._parts.watch.before = None  # The next verdict is on the step that runs now.
         self._gradients.attach(zero=True)
 
     def complete(self) -> None:

@@ -35,6 +35,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from strategies.errors import DataError
+from strategies.models.nested import replaced
 from strategies.models.state import Generators
 
 
@@ -217,12 +218,14 @@ def shard(
     epoch: int,
     batches_done: int,
     on_device: Callable[..., DeviceOrder] | None = None,
+    asked: Callable[[Sampler[Any]], Sampler[Any]] = lambda sampler: sampler,
 ) -> Any:
     """The loader with this replica's share.
 
     A sampler of the user's own is dealt out to the replicas; it must draw the same order on every
-    rank, which is checked at every step inside a pipeline. ``on_device`` makes the order of a
-    single replica's training. What is no DataLoader is left alone.
+    rank, which is checked at every step inside a pipeline. ``asked`` gives what stands for one that
+    was asked before; ``on_device`` makes the order of a single replica's training. What is no
+    DataLoader is left alone.
 
     Raises:
         DataError: Several replicas would train on the same data.
@@ -244,7 +247,7 @@ def shard(
         if num_replicas == 1:
             return loader
         dealt = DistributedSamplerWrapper(
-            sampler, num_replicas=num_replicas, rank=replica, shuffle=False
+            asked(sampler), num_replicas=num_replicas, rank=replica, shuffle=False
         )
         return _update_dataloader(loader, dealt)
     length = len(loader.dataset)  # type: ignore[arg-type]  # map-style: checked above
@@ -331,19 +334,23 @@ class Looked:
     def __init__(self) -> None:
         self._begun: dict[int, _Begun] = {}
         self._drawn: Callable[[], None] = _nothing
+        self._orders: dict[int, _Order] = {}
 
-    def first_batch(self, combined: CombinedLoader) -> tuple[Any, int]:
+    def first_batch(self, combined: CombinedLoader, *, dealt: bool = False) -> tuple[Any, int]:
         """The first batch as the loop will have it, and the index of its loader.
 
-        All generators are left as they were.
+        All generators are left as they were. ``dealt``: each replica will get a share of it.
         """
         looking = copy(combined)
         states = Generators.now()
         own = [(g, g.get_state()) for loader in combined.flattened for g in _generators(loader)]
         begun = [_Begun(loader) for loader in combined.flattened]
         looking.flattened = begun
+        own_samplers = filter(_is_own, combined.flattened if dealt else ())
+        orders = [(loader.batch_sampler, _Order(loader.sampler)) for loader in own_samplers]
         try:
-            batch, _, index = next(iter(looking))
+            with replaced([(vars(inner), "sampler", order) for inner, order in orders]):
+                batch, _, index = next(iter(looking))
         except StopIteration:
             raise DataError(
                 "the data loaders have no batch, and a pipeline cuts the model by running its step "
@@ -364,6 +371,7 @@ class Looked:
                     generator.set_state(after)
 
         self._drawn = draw
+        self._orders = {id(order.sampler): order for _, order in orders if order.drew is False}
         self._begun = {id(item.loader): item for item in begun if item.rest is not None}
         return batch, index
 
@@ -385,6 +393,10 @@ class Looked:
         setattr(loader, make, once)
         return loader
 
+    def asked(self, sampler: Sampler[Any]) -> Sampler[Any]:
+        """What stands for a sampler of the user's: its first order is the one that it has given."""
+        return self._orders.pop(id(sampler), sampler)
+
     def _again(self, begun: _Begun) -> Iterator[Any]:
         drawn, self._drawn = self._drawn, _nothing
         drawn()
@@ -393,6 +405,30 @@ class Looked:
     def forget(self) -> None:
         """Lets iterators that nobody goes on with end, and their workers."""
         self._begun = {}
+
+
+class _Order(Sampler[Any]):
+    """Asks a sampler for an order, and gives it a second time before it asks for another one."""
+
+    def __init__(self, sampler: Sampler[Any]) -> None:
+        self.sampler = sampler
+        self.drew: bool | None = None  # from generators, which give the same again; None: not asked
+        self._known: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.drew is None:
+            before = Generators.now()
+            self._known = list(self.sampler)
+            self.drew = not before.are_now()
+            return iter(self._known)
+        known, self._known = self._known, None
+        return iter(self.sampler if known is None else known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
 
 
 class _Begun:
@@ -430,7 +466,27 @@ def _can_be_asked_again(loader: DataLoader[Any]) -> bool:
         return False
     inner = loader.batch_sampler
     samplers = (loader.sampler, inner, getattr(inner, "sampler", None))
-    return all(type(sampler) in _OF_TORCH for sampler in samplers if sampler is not None)
+    return all(
+        type(sampler) in _OF_TORCH or _follows_epochs(sampler)
+        for sampler in samplers
+        if sampler is not None
+    )
+
+
+def _is_own(loader: Any) -> bool:
+    """Whether a loader takes batches from a sampler of the user's, that may count how often."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and type(loader.sampler) not in _OF_TORCH
+        and not _follows_epochs(loader.sampler)
+    )
+
+
+def _follows_epochs(sampler: Any) -> bool:
+    """Whether a sampler's order is a function of the epoch, which it is told."""
+    return callable(getattr(sampler, "set_epoch", None))
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:

@@ -107,6 +107,8 @@ _WAYS_OUT = {
     "No supported gpu backend found": "Try Trainer(accelerator='cpu'), or 'auto'.",
     "Tuning the batch size is currently not supported": "Tune it with a Trainer without "
     "PipelineStrategy (pp=1), or try sizes one by one.",
+    "You selected an invalid strategy name": "Try Trainer(strategy=PipelineStrategy(pp=2)), an "
+    "object of the class.",
     "`model` must be a `LightningModule`": "Give it a LightningModule that has the network as an "
     "attribute, a training_step that returns the loss, and configure_optimizers.",
 }

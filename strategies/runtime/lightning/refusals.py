@@ -246,8 +246,11 @@ _BETWEEN = ("on_train_batch_end", "on_train_batch_start")
 class WholeWeights(pl.Callback):
     """Completes the weights before other hooks; of no cost where they are whole."""
 
-    def __init__(self, complete: Callable[[], None], *, watched: bool = False) -> None:
+    def __init__(
+        self, complete: Callable[[], None], *, watched: bool = False, late: bool = False
+    ) -> None:
         self._complete = complete
+        self._late = late  # whether batches are under way then, whose updates come first
         self._watched = (
             watched  # whether hooks complete the weights themselves where they touch any
         )
@@ -258,9 +261,14 @@ class WholeWeights(pl.Callback):
         self._each_batch = bool(readers)
         if readers:
             rank_zero_warn(
-                f"overlap=zero1: {', '.join(readers)} may look at weights after each batch, so "
-                "they are gathered before that instead of under the next step. Where no weight is "
-                "read, say so with a class attribute reads_weights = False."
+                f"{', '.join(readers)} may look at weights after each batch, so "
+                + (
+                    "what is under way is brought to its end before that, as a flush does. "
+                    if self._late
+                    else "with overlap=zero1 they are gathered before that, not under the next "
+                    "step. "
+                )
+                + "Where no weight is read, say so with a class attribute reads_weights = False."
             )
 
     def on_train_batch_end(self, *_: Any) -> None:

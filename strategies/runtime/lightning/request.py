@@ -157,7 +157,11 @@ class KeywordError(PlanError, TypeError):
 
 # What other pipelines call theirs, and what Lightning's Trainer takes itself.
 _OTHERS = {
-    "stages num_stages n_stages pipeline_size num_pipeline_stages partitions": "pp=4",
+    "stages num_stages n_stages pipeline_size num_pipeline_stages partitions pp_size pp_degree "
+    "pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size": "pp=4",
+    "tp_size tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size": "tp=2",
+    "dp_size data_parallel_size data_parallel_degree replicas": "dp=2",
+    "zero zero_stage": "overlap='zero1'",
     "chunks microbatches micro_batches n_microbatches num_micro_batches num_chunks":
         "num_microbatches=8",
     "virtual_stages interleave num_model_chunks vpp": "stages_per_rank=2",

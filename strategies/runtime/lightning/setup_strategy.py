@@ -64,7 +64,7 @@ from strategies.runtime.lightning.updating_strategy import UpdatingStrategy
 from strategies.runtime.lightning.user_module import RowsTold, stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.messages.fingerprint import compare
+from strategies.runtime.messages.fingerprint import alike, compare, rates
 from strategies.runtime.update.main_optimizer import (
     MainOptimizer,
     check_elementwise,
@@ -159,9 +159,8 @@ class SetupStrategy(UpdatingStrategy):
 
     @property
     def _cut_for_evaluation(self) -> bool:
-        """Whether the module was cut without the optimizers that its step uses by hand."""
-        model = None if self._engine is None else self._engine.model
-        return isinstance(model, SegmentModel) and not model.trains
+        """Whether the module was cut without a look at its training step."""
+        return self._engine is not None and not self._engine.model.trains
 
     def _start_engine(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Cuts the module and makes what runs it; collective."""
@@ -197,6 +196,7 @@ class SetupStrategy(UpdatingStrategy):
                 looked=self._looked,
                 num_microbatches=self._plan.num_microbatches,
                 shared=self._options.tp > 1,
+                uncut=self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1,
             )
         self._engine = Engine(
             model=model,
@@ -222,7 +222,7 @@ class SetupStrategy(UpdatingStrategy):
         stream = self._engine.stream
         self._loop = None if stream is None else StreamLoop(self, self._engine)
         self._hooks = None
-        if self.coordinates.pp > 1 and self._engine.model.table is not None:
+        if (self.coordinates.pp > 1 or self._loop) and self._engine.model.table is not None:
             self._hooks = ParameterHooks(
                 self._engine,
                 module,
@@ -294,6 +294,7 @@ class SetupStrategy(UpdatingStrategy):
             what="optimizers",
             partial=True,
         )
+        self._alike = alike(everybody().everyone(rates(self.optimizers)))
         self.engine.updated_by(self.optimizers)
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
@@ -306,10 +307,10 @@ class SetupStrategy(UpdatingStrategy):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             refuse_freezing(mains)
-        if mains.sharded and not any(isinstance(c, WholeWeights) for c in callbacks):
-            watched = self._hooks is not None
-            complete = WholeWeights(lambda: self.engine.complete(), watched=watched)
-            callbacks.insert(0, complete)
+        late, watched = self._loop is not None, self._hooks is not None
+        shown = mains.sharded or (late and not watched)
+        if shown and not any(isinstance(c, WholeWeights) for c in callbacks):
+            callbacks.insert(0, WholeWeights(self._show_weights, watched=watched, late=late))
         if self._asks_early(trainer):
             limit = trainer.gradient_clip_val if self._clips_by_norm else None
             self.engine.ask_early(None if limit is None else float(limit))
@@ -318,14 +319,20 @@ class SetupStrategy(UpdatingStrategy):
             callbacks.insert(0, ConfirmedWeights(lambda: self.engine.complete()))
         self.engine.late.left_out = self._leave_out_late
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """Brings what is under way to its end, where a schedule has no flush; collective.
 
-        Behind it every batch that has entered has made its update.
+        Behind it every batch that has entered has made its update. False where nothing was.
         """
-        if self._loop is not None:
-            with self._away():
-                self._loop.drain()
+        if self._loop is None:
+            return False
+        with self._away():
+            return self._loop.drain()
+
+    def _show_weights(self) -> None:
+        if self._hooks is None:
+            self.drain()
+        self.engine.complete()
 
     def _take_over_sampling(self, trainer: pl.Trainer) -> None:
         # Lightning's injected sampler shuffles a training loader that is not to be shuffled
@@ -369,6 +376,7 @@ class SetupStrategy(UpdatingStrategy):
             seed=self.engine.seed,
             epoch=epochs.processed if training else 0,
             batches_done=batches.processed if inside else 0,
+            asked=self._looked.asked,
             on_device=None if self._options.seed is not None else self._device_order,
         )
         return self._looked.resumed(dataloader) if given is dataloader else given

@@ -26,7 +26,7 @@ from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import gather
 from strategies.models.logs import captured_logs
 from strategies.models.replay.gate import takes_batch_idx
-from strategies.models.stage_model import STEP_NAMES, Mode
+from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_passes import PassResult
 from strategies.runtime.lightning.checkpoints.stock_file import serve_folders
@@ -400,12 +400,14 @@ class PipelineStrategy(SetupStrategy):
         assert module is not None and self._hooks is not None
         if self.coordinates.tp > 1 or self.coordinates.ep > 1:
             raise refused
-        if self.is_global_zero and mode not in self._uncut_told:
+        self.engine.mirror.share()  # Batches before may have been cut, and left it on one rank.
+        none = isinstance(refused, NoLayersError)  # An early return, which needs no weights.
+        if self.is_global_zero and mode not in self._uncut_told and not none:
             self._tell(
                 f"{name} of {type(module).__name__} cannot be cut into stages: {refused} So every "
                 "rank runs it as a whole, with all weights, which are brought to it for each batch."
             )
-        self._uncut_told.add(mode)
+        self._uncut_told |= set() if none else {mode}
         self.engine.complete()
         with captured_logs(module) as logs:
             output = self._hooks.run(module, name, lambda: getattr(module, name)(batch, *indices))

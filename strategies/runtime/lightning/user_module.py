@@ -13,7 +13,11 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _DataLoaderSource,
+    _parse_num_batches,
+    _request_dataloader,
+)
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -25,6 +29,7 @@ from strategies.errors import DataError, ModelError
 from strategies.models.nested import replaced
 from strategies.models.replay.gate import MARKER, unchanged, unwatched
 from strategies.models.stage_model import Mode, StageModel
+from strategies.models.state import Generators
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
 from strategies.runtime.lightning.manual_optimization import hide_states, manual_model
@@ -39,12 +44,14 @@ def stage_model_of(
     looked: Looked,
     num_microbatches: int = 1,
     shared: bool = False,
+    uncut: bool = False,
 ) -> StageModel:
     """A module that declares units as it is; any other after its step was run on shapes.
 
     Its layers are found unless ``layers`` says where they are (``net.layers``). ``looked`` is told
     what was read of the data for that. Where ranks share matrices (``shared``) and the module does
     not say how, the first of ``num_microbatches`` is what shardings are found for and tried on.
+    Whether a step of evaluation may run uncut, as a whole on every rank, is said by ``uncut``.
     """
     if isinstance(module, HasUnits):
         declared = UnitModel(module)
@@ -76,7 +83,12 @@ def stage_model_of(
         )
 
     with as_in_a_step():
-        model = _probed_as_started(trainer, module, probed) if mode == "train" else probed()
+        try:
+            model = _probed_as_started(trainer, module, probed) if mode == "train" else probed()
+        except ModelError:
+            if mode == "train" or not uncut:
+                raise
+            model = ReplayModel.by_order(module, found.data, chain=layers)
     if shared and isinstance(model, ReplayModel):
         model.show(_microbatch(found, num_microbatches))
     return model
@@ -99,10 +111,11 @@ def _first_batch(trainer: pl.Trainer, module: pl.LightningModule, looked: Looked
         TrainerFn.PREDICTING: ("predict", trainer.predict_loop),
     }
     mode, loop = modes[trainer.state.fn]
-    loaders = loop._data_source.dataloader()
+    strategy: Any = trainer.strategy
+    loaders = _requested(loop)
     if not isinstance(loaders, CombinedLoader):  # As the loop combines them.
         loaders = CombinedLoader(loaders, "max_size_cycle" if mode == "train" else "sequential")
-    batch, index = looked.first_batch(loaders)
+    batch, index = looked.first_batch(loaders, dealt=strategy.dp > 1)
     several = loaders._mode == "sequential" and len(loaders.flattened) > 1
     batch = trainer.precision_plugin.convert_input(batch)
     device = torch.device("cpu") if module.device.type == "meta" else module.device
@@ -110,6 +123,38 @@ def _first_batch(trainer: pl.Trainer, module: pl.LightningModule, looked: Looked
         batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
         batch = trainer.strategy.batch_to_device(batch, device=device, dataloader_idx=index)
     return _FirstBatch(batch, mode, index if several else None, loaders)
+
+
+def _requested(loop: Any) -> Any:
+    """The loaders that a loop is going to ask for.
+
+    A hook that makes them is called as often as under stock Lightning: it may count its calls, and
+    make others the next time. Where it draws random numbers, as ``random_split`` does, it is called
+    again in its turn.
+    """
+    source = loop._data_source
+    before = Generators.now()
+    loaders = _request_dataloader(source)
+    if source.is_module():
+        if before.are_now():
+            loop._data_source = _Requested(loop, source, loaders)
+        before.put_back()
+    return loaders
+
+
+class _Requested(_DataLoaderSource):
+    """Stands in for a source of loaders until it has been asked once."""
+
+    def __init__(self, loop: Any, source: _DataLoaderSource, loaders: Any) -> None:
+        super().__init__(source.instance, source.name)
+        self._loop, self._source, self._loaders = loop, source, loaders
+
+    def dataloader(self) -> Any:
+        self._loop._data_source = self._source
+        if self.instance is self._source.instance:
+            return self._loaders
+        self._source.instance = self.instance  # of another training than that of the look
+        return self._source.dataloader()
 
 
 def _microbatch(found: _FirstBatch, num_microbatches: int) -> Any:

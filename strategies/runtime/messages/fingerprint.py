@@ -109,6 +109,41 @@ def schedulers_print(schedulers: Sequence[Any]) -> dict[str, str]:
     return found
 
 
+# What schedulers and callbacks change while a training goes on.
+_CHANGING = ("lr", "weight_decay", "momentum", "betas")
+
+
+def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """What may change in each group, by a name that every rank has for it."""
+    return {
+        f"{key} of group {index} of optimizer {number}": _short(_number(group[key]))
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for key in _CHANGING
+        if key in group
+    }
+
+
+def alike(gathered: Sequence[Print]) -> frozenset[str]:
+    """Which of all ranks' rates are one and the same; none where ranks have other groups."""
+    first, *others = gathered
+    if any(found.keys() != first.keys() for found in others):
+        return frozenset()
+    return frozenset(n for n, value in first.items() if all(f[n] == value for f in others))
+
+
+def tell_odd_rates(gathered: Sequence[tuple[int, str, Print]]) -> str | None:
+    """What one rank has changed alone, in words; None if nothing."""
+    lines = _differences(gathered, partial=True)
+    if not lines:
+        return None
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return (
+        f"the ranks' optimizers differ: {'; '.join(lines[:_SHOWN])}{more}. Something has changed "
+        "them on one rank alone, such as a callback that acts on one rank"
+    )
+
+
 def _numbers(state: object) -> dict[str, object]:
     """The plain values of nested mappings and lists of them, without rates: those are of groups."""
     if isinstance(state, list | tuple):
@@ -156,6 +191,19 @@ def difference(
     gathered: Sequence[tuple[int, str, Print]], what: str, *, partial: bool = False
 ) -> str | None:
     """What differs between the ranks (rank, host and print of each), in words; None if nothing."""
+    lines = _differences(gathered, partial=partial)
+    if not lines:
+        return None
+    places = by_host({rank: host for rank, host, _ in gathered})
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    listed = "".join(f"\n  {line}" for line in lines[:_SHOWN])
+    return (
+        f"the ranks do not have the same {what}, so nothing was trained:{listed}{more}\n"
+        f"({places}) Give all of them the same code, packages, configuration and data."
+    )
+
+
+def _differences(gathered: Sequence[tuple[int, str, Print]], *, partial: bool) -> list[str]:
     names = dict.fromkeys(name for _, _, found in gathered for name in found)
     lines = []
     for name in names:
@@ -166,15 +214,7 @@ def difference(
         if len(values) > 1:
             shown = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in values.items())
             lines.append(f"{name}: {shown}")
-    if not lines:
-        return None
-    places = by_host({rank: host for rank, host, _ in gathered})
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    listed = "".join(f"\n  {line}" for line in lines[:_SHOWN])
-    return (
-        f"the ranks do not have the same {what}, so nothing was trained:{listed}{more}\n"
-        f"({places}) Give all of them the same code, packages, configuration and data."
-    )
+    return lines
 
 
 def _plain(value: object) -> str:

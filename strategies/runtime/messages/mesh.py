@@ -275,12 +275,17 @@ def checkpoint_groups(where: Coordinates) -> Wanted:
     return [("checkpoint", tuple(range(where.world_size)))]
 
 
-def hook_groups(where: Coordinates, *, fast: bool) -> Wanted:
-    """Ranks of each replica, for people's hooks; ``fast`` for a group beside it for tensors."""
+def hook_groups(where: Coordinates, *, fast: bool, together: bool) -> Wanted:
+    """Ranks of each replica, for people's hooks; ``fast`` for a group beside it for tensors.
+
+    ``together``: and all ranks, where replicas have to come to the same.
+    """
     purposes = ("hooks", "whole") if fast else ("hooks",)
-    return [
-        (purpose, where.replica(replica)) for purpose in purposes for replica in range(where.dp)
-    ]
+    replicas = [where.replica(replica) for replica in range(where.dp)]
+    found = [(purpose, replica) for purpose in purposes for replica in replicas]
+    if together and where.dp > 1:
+        found.append(("hooks", tuple(sorted(rank for one in replicas for rank in one))))
+    return found
 
 
 def create(communicators: Communicators, wanted: Wanted, *, backend: str, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ from strategies.models.metric_objects import (
 from strategies.models.nested import tensors
 from strategies.models.replay.rows.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
-from strategies.models.state import Generators, kept_generators
+from strategies.models.state import Generators, TorchState, kept_generators
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.runtime.step.microbatch import (
@@ -53,11 +53,13 @@ class Whole:
         changed: Places of the module that have another value than before.
         result: What the step returned for the batch; None where nobody asked.
         refusal: Why it could not be run, although it had to be.
+        generators: Where they stand behind it, if it has drawn behind its last layer.
     """
 
     changed: set[Slot] = field(default_factory=set)
     result: Any = None
     refusal: str | None = None
+    generators: Generators | None = None
 
 
 class WholeBatch:
@@ -172,9 +174,12 @@ class WholeBatch:
     def ended(self, output: StageOutput) -> None:
         self._output = output
 
-    def end(self, logs: list[LogEntry], loss: Tensor | None) -> tuple[Whole, list[LogEntry]]:
+    def end(
+        self, logs: list[LogEntry], loss: Tensor | None, *, behind: TorchState | None = None
+    ) -> tuple[Whole, list[LogEntry]]:
         """Behind the last forward of a rank: runs the step for the whole batch, where it has to.
 
+        ``behind`` is where torch's generators stand for that; None for where they are.
         Returns what came of it and the log calls of the pass, among them those of the whole batch.
         """
         plain = [entry for entry in logs if entry.call.metric is None]
@@ -202,6 +207,9 @@ class WholeBatch:
         short = self._needed and not self._deep
         parts = [ends[index] for index in sorted(ends)]
         generators = Generators.now()
+        if behind is not None:
+            generators.with_torch(*behind).put_back()
+        begun = Generators.now()
         try:
             together = self.replicas.group is not None and mode in self.together
             with on_whole_batch(self._model.module, together=together):
@@ -222,7 +230,8 @@ class WholeBatch:
             self._linear[mode] = True
             self.state.take_back()
             return Whole(), plain
-        drew = not generators.are_now()
+        drew = not begun.are_now()
+        after = Generators.now() if drew else None
         generators.put_back()
         if short:
             return Whole(self.state.changed()), plain
@@ -239,7 +248,7 @@ class WholeBatch:
             return Whole(), plain
         # The whole batch's word counts more than any stage's.
         plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in calls]
-        return Whole(self.state.changed(), _beyond_loss(output, mode)), plain
+        return Whole(self.state.changed(), _beyond_loss(output, mode), generators=after), plain
 
     def _compare(
         self,

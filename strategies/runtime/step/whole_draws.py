@@ -28,7 +28,7 @@ from strategies.models.replay.path import Position
 from strategies.models.replay.rows.value_plan import Share, ValuePlan
 from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.replay.rows.whole_values import Dealer, FewRowsError, Step
-from strategies.models.state import Generators
+from strategies.models.state import Generators, TorchState, kept_generators, torch_state
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.runtime.messages.mesh import Coordinates
@@ -64,6 +64,13 @@ class WholeDraws:
         self._group = group
         self._replicas = replicas
         self._seeded = seeded
+        # Where torch's generators stand for what the step draws behind that, for the whole batch.
+        self.behind: TorchState | None = None
+
+    @property
+    def steers(self) -> bool:
+        """Whether what a step draws counts for all that draws after it."""
+        return not self._seeded
 
     def look(
         self,
@@ -142,6 +149,11 @@ class WholeDraws:
         Returns where the generators stand behind the step; None where it draws nothing.
         """
         dealer = self._dealer
+        self.behind = torch_state()  # From here on microbatches draw, each for itself.
+        if self._seeded:
+            with kept_generators():
+                torch.manual_seed(seed)
+                self.behind = torch_state()
         if dealer is None:
             return None
         dealer.clear()
@@ -169,6 +181,7 @@ class WholeDraws:
             with default_group(self._replicas):
                 dealer.deal(step, whole, shares, where=where)
             after = Generators.now()
+            self.behind = (after.cpu, after.cuda) if plan.draws else self.behind
         finally:
             before.put_back()
             state.take_back()

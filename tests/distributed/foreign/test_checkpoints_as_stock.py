@@ -296,6 +296,7 @@ def use_checkpoints(folder: str, kind: str) -> dict[str, Any]:
         "tested": (best["val"], float(keep.best_model_score), last["val"]),
         "best": keep.best_model_path,
         "hparams": [dict(loaded.hparams), dict(other.hparams)],
+        "written": OmegaConf.to_yaml(loaded.hparams["shape"]),
         "state": {name: value.clone() for name, value in loaded.state_dict().items()},
         "there": sorted(os.listdir(folder)),
         "end": {name: value.clone() for name, value in model.state_dict().items()},
@@ -316,6 +317,7 @@ def test_the_documented_lines_work(
         {"rate": rate, "sizes": (3, 4), "shape": {"width": {"inner": [8, 3]}, "twice": [8, 3]}}
         for rate in (0.01, 0.5)
     ]
+    assert "twice: ${.width.inner}" in first["written"]
     assert all((tmp_path / name).is_file() == (kind == "auto") for name in first["there"])
     found = load_checkpoint(first["best"])
     for name, value in found["state_dict"].items():
@@ -399,3 +401,39 @@ def test_a_file_that_cannot_serve_is_refused_on_all_ranks_alike(
     assert "holds an object of functools.partial" in said["objects"]
     assert "has, and this one lacks, 2 names: more.weight, more.bias" in said["other"]
     assert "cannot be read as a checkpoint of Lightning" in said["cut"]
+
+
+class FromConfig(Net):
+    """Given one container of omegaconf: with a value that is missing, or one from outside of it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+def use_config(path: str, kind: str) -> list[Any]:
+    net = {"rate": "${..rate}", "twice": "${.rate}"}
+    outer = OmegaConf.create({"rate": 0.1, "net": net, "data": {"name": "???"}})
+    found: list[Any] = []
+    for config in (outer, outer.net):
+        module = FromConfig(config)
+        trainer = pl.Trainer(**QUIET, max_epochs=1, **strategy_of("1f1b", checkpoints=kind))
+        trainer.fit(module, examples())
+        trainer.save_checkpoint(path)
+        loaded = FromConfig.load_from_checkpoint(path, config=config)
+        found += [type(loaded.hparams).__name__, OmegaConf.to_yaml(loaded.hparams)]
+        trainer.strategy.engine.close()  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["auto", pytest.param("folder", marks=pytest.mark.full)])
+def test_containers_of_omegaconf_are_that_when_they_are_loaded(
+    kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for found in ranks(2).run(use_config, path=str(tmp_path / "config.ckpt"), kind=kind):
+        assert found == [
+            "DictConfig",
+            "rate: 0.1\nnet:\n  rate: ${..rate}\n  twice: ${.rate}\ndata:\n  name: ???\n",
+            "DictConfig",
+            "rate: ${..rate}\ntwice: ${.rate}\n",  # Lightning keeps a copy without what is around.
+        ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, random_split
 
 from tests.distributed.foreign.comparison import (
     BATCH,
@@ -233,14 +233,65 @@ class OneStreamed(Pairs):
 
 class Sampled(Net):
     def loaders(self, replicas: int) -> Any:
-        return DataLoader(examples().dataset, batch_size=BATCH, sampler=Counting())
+        return DataLoader(examples().dataset, batch_size=BATCH * replicas, sampler=Counting())
 
 
-@pytest.mark.parametrize("case", [Generated, Streamed, OneStreamed, Sampled])
-def test_data_that_can_be_read_once_is_trained_on_from_its_beginning(
-    case: type[Net], ranks: Callable[[int], Ranks]
+class Epochs(Counting):
+    """Another order for each epoch, of which it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(7 * row + self.epoch) % 32 for row in range(32)])
+
+
+class InEpochs(Net):
+    def loaders(self, replicas: int) -> Any:
+        return DataLoader(examples().dataset, batch_size=BATCH * replicas, sampler=Epochs())
+
+
+class Hooked(Net):
+    """Loaders of hooks: others at each call, or parts that are drawn."""
+
+    calls = 0
+
+    def loaders(self, replicas: int) -> None:
+        self.rows = BATCH * replicas
+
+    def train_dataloader(self) -> Any:
+        self.calls += 1
+        return examples(seed=self.calls, replicas=self.rows // BATCH)
+
+
+class Split(Hooked):
+    def train_dataloader(self) -> Any:
+        self.calls += 1
+        data = random_split(examples(rows=48).dataset, [32, 16])[0]  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=self.rows)
+
+
+def split() -> Net:
+    module = Split()
+    torch.manual_seed(2)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        *((case, "1f1b") for case in (Generated, Streamed, OneStreamed, Sampled, InEpochs)),
+        *((case, "zb_v-dp2") for case in (Sampled, Hooked, split)),
+    ],
+)
+def test_data_is_asked_for_as_often_as_under_stock_lightning(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    equal_to_stock(ranks, case, "1f1b")
+    more = {} if case in (Generated, Streamed, OneStreamed) else {"max_epochs": 2}
+    again = {"reload_dataloaders_every_n_epochs": 1} if case in (Hooked, split) else {}
+    equal_to_stock(ranks, case, layout, **more, **again)
 
 
 # -- arguments of steps ---------------------------------------------------------------------------

@@ -337,6 +337,40 @@ class Noisy(Net):
         return loss
 
 
+class Bootstrapped(Net):
+    """Metrics that draw which rows they count, a step that draws noise, a hook that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = tm.MeanSquaredError()
+        self.train_boot = tm.BootStrapper(own, num_bootstraps=3, sampling_strategy="multinomial")
+        self.boot = tm.BootStrapper(tm.Accuracy(**KIND), num_bootstraps=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self(batch[0] + torch.randn_like(batch[0]) / 8)
+        self.train_boot.update(z.detach().sum(1), batch[0].sum(1))
+        return cross_entropy(z, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.boot.update(self(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.boot.compute(), sync_dist=True)
+        self.log("drawn", torch.rand(()).double(), sync_dist=True)
+        self.boot.reset()
+
+    def on_train_epoch_end(self) -> None:
+        mean = self.train_boot.compute()["mean"]
+        self.log("train_mean", mean, sync_dist=True)
+        self.train_boot.reset()
+
+
+def bootstrapped() -> Net:
+    module = Bootstrapped()
+    torch.manual_seed(5)
+    return module
+
+
 class Hidden(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -363,6 +397,15 @@ def test_a_metric_has_the_number_of_stock_lightning(
 ) -> None:
     stock, _ = equal_to_stock(ranks, case, layout, max_epochs=2, num_sanity_val_steps=2)
     assert stock.metrics
+
+
+@spread([bootstrapped])
+def test_what_a_metric_draws_is_drawn_once_for_the_batch(
+    case: Any, layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    layout = layout.removesuffix("-dp2")  # Each replica counts rows of its own.
+    stock, _ = equal_to_stock(ranks, case, layout, max_epochs=2)
+    assert stock.metrics.keys() == {"mean", "std", "drawn", "train_mean"}
 
 
 @spread([Trained, Values])

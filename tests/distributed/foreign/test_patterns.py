@@ -242,6 +242,77 @@ def test_evaluation_that_cannot_be_cut_is_that_of_one_process(
         assert all(torch.allclose(stock.told, fitted.told, atol=1e-10) for fitted in piped)
 
 
+class Returning(Net):
+    """Batches for which the step returns early, by their number or by what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = tm.Accuracy(task="multiclass", num_classes=3)
+        self.outputs: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0 or bool((batch[1] > 2).any()):
+            return None
+        logits = self(batch[0])
+        if batch_idx == 2:  # a second look, at one batch
+            self.log("agree", (self(batch[0] / 2).argmax(1) == logits.argmax(1)).double().mean())
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy)
+        return cross_entropy(logits, batch[1])
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.outputs.append(-1.0 if outputs is None else float(outputs))
+
+    def on_validation_epoch_end(self) -> None:
+        loss = torch.tensor(self.outputs, dtype=torch.float64).mean()
+        self.log("loss", loss, sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else self(batch[0]).argmax(1)
+
+
+class Centred(Net):
+    """Rows are mixed between layers, and a number that is no mean is logged there."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net[:4](batch[0])
+        self.log("spread", hidden.std())
+        hidden = self.net[4:](hidden - hidden.mean(0))
+        self.log("loss", cross_entropy(self.head(hidden), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        return self.head(self.net[4:](hidden - hidden.mean(0)))
+
+
+def told_fresh(module: Any, trainer: Any) -> Any:
+    """Of one that has just been made, as in a script that only evaluates; then it is trained."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that some batches have no prediction
+        found = trainer.predict(module, examples(seed=3))
+        fresh = type(module)().double()
+        wanted = trainer.predict(fresh, examples(seed=3))
+    wanted += [trainer.validate(fresh, examples(seed=4), verbose=False)]
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(fresh, examples(), examples(seed=2))
+    return [*found, *wanted, *fresh.parameters()]
+
+
+@spread([Returning, Centred, Uncut])
+def test_evaluation_that_differs_from_batch_to_batch_or_was_never_trained(
+    case: type[Net], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    layout = layout.removesuffix("-dp2")  # Rows are mixed, and returned, per replica.
+    stock, piped = equal_to_stock(ranks, case, layout, told=told_fresh, max_epochs=2)
+    for fitted in piped:
+        for value, wanted in zip(fitted.told, stock.told, strict=True):
+            if isinstance(wanted, torch.Tensor):
+                assert torch.allclose(value, wanted, rtol=0, atol=1e-10)
+            else:
+                assert value == pytest.approx(wanted) if wanted is None else True
+                assert value is None or value == [pytest.approx(each) for each in wanted]
+
+
 # -- layers that hand on objects, and values that are recorded on the way -------------------------
 
 

@@ -6,6 +6,7 @@ the rows of a microbatch lie in some way, or nobody can tell, and the step is re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ class Values:
         lines: Of points, in the user's code.
         host: Whether Python's or numpy's generator was drawn from.
         longest: The longest of the sequences that are packed, packing by packing.
+        trail: The layers, by index, and the operations on values of theirs, in order.
         end: Where the run ended.
         failed: What the step raised there.
     """
@@ -67,6 +69,7 @@ class Values:
     lines: dict[Point, str] = field(default_factory=dict)
     host: bool = False
     longest: list[int] = field(default_factory=list)
+    trail: list[int | str] = field(default_factory=list)
     end: Position = (0, 0)
     failed: Exception | None = None
 
@@ -100,6 +103,8 @@ class ValuePlan:
 
 
 NOTHING = ValuePlan({}, frozenset(), False, False, (-1, 0), frozenset())
+# Of a run that only goes through a step, up to its end.
+THROUGH = ValuePlan({}, frozenset(), False, False, (sys.maxsize, 0), frozenset())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,17 @@ class ValueRun(ShapeMode):
         self._plan = plan
         self._neutral = neutral
         self._position: Position = (0, 0)
+        self._apart = False
+
+    @contextmanager
+    def metric(self) -> Iterator[None]:
+        """Inside, a metric resamples rows or counts them, of which nothing comes back to layers."""
+        before, self._apart = self._apart, True
+        try:
+            with kept_generators():
+                yield
+        finally:
+            self._apart = before
 
     def begin(self) -> None:
         self._before = Generators.now() if self._plan is None else None
@@ -75,6 +87,7 @@ class ValueRun(ShapeMode):
 
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         self._note(args, kwargs)
+        self.values.trail.append(index)
         call = self._position[0]
         with kept_generators():
             result, _ = self.skip(index, forward, args, kwargs, call)
@@ -106,6 +119,7 @@ class ValueRun(ShapeMode):
         name = operation_name(func)
         if name == "__setitem__" or tensors(result):
             call, event = self._position
+            self.values.trail.append(name)
             self._arrive((call, event + 1))
         return result
 
@@ -125,7 +139,7 @@ class ValueRun(ShapeMode):
             result = func(*args, **kwargs)
             self.on_packing(result[1])
             return result
-        if self._inside is not None:
+        if self._inside is not None or self._apart:
             return func(*args, **kwargs)
         if self._plan is not None:
             result = func(*args, **kwargs)
@@ -144,7 +158,7 @@ class ValueRun(ShapeMode):
         """Keeps the untracked tensors among the arguments, where they are of interest."""
         wanted = None if self._plan is None else self._plan.ways.get(self._position, {})
         points: dict[int, Point] = {}
-        if wanted is not None and not wanted:
+        if self._apart or (wanted is not None and not wanted):
             return points
         if places_rows():
             return points

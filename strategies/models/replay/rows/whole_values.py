@@ -63,8 +63,12 @@ Where = tuple[int, int | None]  # indices of batch and loader, as the step is gi
 class Hand:
     """What a run for some rows gets of the whole batch's values."""
 
-    def __init__(self, plan: ValuePlan, values: Values, share: Share) -> None:
+    def __init__(
+        self, plan: ValuePlan, values: Values, share: Share, *, goes_on: bool = False
+    ) -> None:
+        """``goes_on``: what draws behind all that is known does so where generators stand."""
         self._plan = plan
+        self._goes_on = goes_on
         self._values = values
         self._share = share
         self._drawn: int | None = 0
@@ -125,6 +129,8 @@ class Hand:
             known = draws[self._drawn] if self._drawn < len(draws) else None
             # Past the last one, or on another way than the whole batch's step.
             self._drawn = None if known is None or known.func is not func else self._drawn + 1
+        if self._goes_on and self._drawn is None:
+            return func(*args, **kwargs)
         with _kept(kwargs.get("generator")):
             result = func(*args, **kwargs)
         if self._drawn is None or known is None:
@@ -264,6 +270,8 @@ class Dealer:
         self._plan, self._shares = self._plans[step], shares
         self._begin = Generators.now() if self._plan.host else None
         self._values = self._run(step, whole, where, self._plan, False)
+        if self._values.failed is not None:
+            raise self._values.failed
 
     def clear(self) -> None:
         """Passes get nothing until ``deal``."""
@@ -294,7 +302,7 @@ class Dealer:
             return None
         self.begin()
         share = self._shares[-1 if microbatch is None else microbatch]
-        return Hand(self._plan, self._values, share)
+        return Hand(self._plan, self._values, share, goes_on=microbatch is None)
 
 
 def few_rows(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:

@@ -23,6 +23,7 @@ from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.checkpoints import stock_file
 from strategies.runtime.lightning.checkpoints.rank_folder import (
     DATA_HYPER_PARAMETERS,
+    configs_in,
     is_plain,
     layout_of,
     load,
@@ -33,7 +34,12 @@ from strategies.runtime.lightning.checkpoints.rank_folder import (
     set_random_state,
     without_configs,
 )
-from strategies.runtime.lightning.checkpoints.stock_file import HYPER_PARAMETERS, RANDOM, boxed
+from strategies.runtime.lightning.checkpoints.stock_file import (
+    CONFIGS,
+    HYPER_PARAMETERS,
+    RANDOM,
+    boxed,
+)
 from strategies.runtime.lightning.checkpoints.whole_state import (
     StateOnSight,
     WholeModule,
@@ -44,7 +50,14 @@ from strategies.runtime.lightning.checkpoints.whole_state import (
 )
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.exchange import Exchange, everybody
-from strategies.runtime.messages.fingerprint import checksums, digest, odd_ones, tell_odd_ones
+from strategies.runtime.messages.fingerprint import (
+    checksums,
+    digest,
+    odd_ones,
+    rates,
+    tell_odd_ones,
+    tell_odd_rates,
+)
 from strategies.runtime.storage.saver import Saver
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.update.main_optimizer import MainOptimizer
@@ -82,6 +95,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._begun = time.time()
         self._sight: StateOnSight | None = None  # what hooks find in a checkpoint being made
         self._parts: dict[str, Any] = {}  # this rank's of its state
+        self._alike: frozenset[str] = frozenset()  # rates that all ranks have begun with
 
     @property
     def engine(self) -> Engine:
@@ -218,6 +232,9 @@ class CheckpointingStrategy(RanksStrategy):
         self._checkpoints.add(path.absolute())
         for key in (HYPER_PARAMETERS, DATA_HYPER_PARAMETERS):
             if key in checkpoint:
+                configs = configs_in(checkpoint[key])
+                if configs:
+                    checkpoint.setdefault(CONFIGS, {})[key] = configs
                 checkpoint[key] = without_configs(checkpoint[key])
         for key in ("hparams_type", "datamodule_hparams_type"):
             checkpoint.pop(key, None)  # of omegaconf's containers
@@ -343,8 +360,9 @@ class CheckpointingStrategy(RanksStrategy):
         )
 
     def _compare_replicas(self) -> None:
-        """Refuses to keep weights that replicas have not got alike; collective."""
+        """Refuses to keep what replicas have not got alike, or ranks their rates; collective."""
         where = self.coordinates
+        self._compare_rates(f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}")
         if where.dp == 1:
             return
         experts = self.engine.model.experts
@@ -354,6 +372,21 @@ class CheckpointingStrategy(RanksStrategy):
         if experts:
             place = f"pipeline rank {where.pp_rank}, ep rank {where.ep_rank}"
             self._compare_copies({n: p for n, p in named.items() if n in experts}, place)
+
+    def _compare_rates(self, place: str) -> None:
+        """What was alike everywhere at the beginning is so everywhere; else among replicas."""
+        found = rates(self.optimizers)
+        own = {
+            name if name in self._alike else f"{name} on {place}": v for name, v in found.items()
+        }
+        exchange = everybody()
+        gathered = exchange.everyone((exchange.rank, "", own))
+        odd = tell_odd_rates(gathered)
+        if odd is not None:
+            raise CheckpointError(
+                f"no checkpoint was written: {odd}. Change rates on every rank alike, and go on "
+                "with an earlier checkpoint."
+            )
 
     def _compare_copies(self, parameters: Mapping[str, Tensor], place: str) -> None:
         """Refuses to keep what ranks of one ``place`` have not got alike; collective."""
@@ -447,6 +480,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        self.engine.late.settle()  # Learning rate finders put the state back behind a step.
         shares, state = self._shares({}), checkpoint["state_dict"]
         if self._loaded_whole:
             if strict:

@@ -6,7 +6,9 @@ layout can be read by another.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -96,19 +98,40 @@ def _plain_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 def without_configs(value: Any) -> Any:
     """Containers of omegaconf, and Lightning's of hyper-parameters, as dicts and lists.
 
-    Files with others are not loaded without running code. Interpolations are resolved; where that
-    fails, the value is given back as it is.
+    Files with others are not loaded without running code. Interpolations are resolved, where they
+    can be.
     """
-    try:
-        if type(value) in (dict, AttributeDict):
-            return {key: without_configs(item) for key, item in value.items()}
-        if not type(value).__module__.startswith("omegaconf."):
-            return value
-        if isinstance(value, Mapping):
-            return {key: without_configs(value[key]) for key in value}
-        return [without_configs(item) for item in value]
-    except Exception:  # of a value that is missing, or refers to what is not there
-        return value
+    if type(value) in (dict, AttributeDict):
+        return {key: without_configs(item) for key, item in value.items()}
+    return _plain_config(value) if _is_config(value) else value
+
+
+def configs_in(value: Any, place: tuple[Any, ...] = ()) -> list[list[Any]]:
+    """Where containers of omegaconf are, and what is in each, interpolations as they are written.
+
+    `stock_file.with_configs` makes them again.
+    """
+    if type(value) in (dict, AttributeDict):
+        return [each for key, item in value.items() for each in configs_in(item, (*place, key))]
+    if not _is_config(value):
+        return []
+    made = sys.modules["omegaconf"].OmegaConf
+    written, plain = made.to_container(value, resolve=False), _plain_config(value)
+    if _plain_config(made.create(written)) != plain:
+        written = plain  # It refers to what is outside.
+    return [[list(place), written]] if is_plain(written) else []
+
+
+def _is_config(value: Any) -> bool:
+    return type(value).__module__.startswith("omegaconf.")
+
+
+def _plain_config(value: Any) -> Any:
+    made = sys.modules["omegaconf"].OmegaConf
+    for resolve in (True, False):  # What is missing, or refers to what is not there, is no value.
+        with contextlib.suppress(Exception):
+            return made.to_container(value, resolve=resolve)
+    return value
 
 
 def is_plain(value: Any) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
+import importlib.util
 import os
 import pathlib
 import pickle
@@ -40,6 +42,7 @@ from strategies.runtime.storage.tensor_files import sync_folder
 OWN = "foldpipe"  # the key of what is ours
 RANDOM = "foldpipe_random_state"
 TEXTS = "foldpipe_texts"  # names of hyper-parameters of which a folder has the text alone
+CONFIGS = "foldpipe_configs"  # places of hyper-parameters that were containers of omegaconf
 HYPER_PARAMETERS = "hyper_parameters"
 _SEPARATOR = "\1"
 
@@ -383,8 +386,25 @@ def export_file(path: Path, target: Path, kind: Literal["safetensors", "ckpt"]) 
         staging.unlink(missing_ok=True)
 
 
+def with_configs(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Makes the containers of omegaconf again that hyper-parameters were, from plain data."""
+    places = checkpoint.pop(CONFIGS, None)
+    if places and importlib.util.find_spec("omegaconf") is not None:
+        create = importlib.import_module("omegaconf").OmegaConf.create
+        for key, configs in places.items():
+            for place, written in configs:
+                owner: Any = checkpoint
+                inside = [key, *place]
+                for name in inside[:-1]:
+                    owner = owner[name]
+                owner[inside[-1]] = create(written)
+    return checkpoint
+
+
 def serve_folders() -> None:
     """Lets ``load_from_checkpoint`` of Lightning's modules read folders, too.
+
+    And gives hyper-parameters back as the containers that they were.
 
     The function that it opens a path with is the only way in that Lightning has. Nothing happens
     where a version has no such function.
@@ -399,8 +419,9 @@ def serve_folders() -> None:
         if isinstance(path_or_url, str | Path) and not str(path_or_url).startswith("http"):
             folder = committed(Path(path_or_url))
             if (folder / MANIFEST).is_file():
-                return load_checkpoint(folder)
-        return opens(path_or_url, *args, **kwargs)
+                return with_configs(load_checkpoint(folder))
+        found = opens(path_or_url, *args, **kwargs)
+        return with_configs(found) if isinstance(found, dict) else found
 
     open_any.serves_folders = True  # type: ignore[attr-defined]
     vars(saving)["pl_load"] = open_any

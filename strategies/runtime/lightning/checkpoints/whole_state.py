@@ -31,9 +31,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from strategies.errors import CheckpointError, ModelError
+from strategies.models.held_units import Elsewhere
 from strategies.models.replay.hole import Hole
 from strategies.models.stage_model import StageModel
-from strategies.models.unit_model import Elsewhere
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.storage.opened import shortened

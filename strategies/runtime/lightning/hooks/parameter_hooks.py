@@ -128,22 +128,6 @@ class ParameterHooks(WholeParameters):
             self._watching = False
             self._call = None
 
-    @contextmanager
-    def away(self) -> Iterator[None]:
-        """Inside, the module is cut, although a hook is running: the pipeline's own work."""
-        if self._call is None:
-            yield
-            return
-        call, self._call = self._call, None
-        watching = self._watching
-        self._leave()
-        try:
-            yield
-        finally:
-            for groups in self._optimizers:
-                groups.show()
-            self._call, self._watching = call, watching
-
     # ---------------------------------------------------------------- touches
 
     def _on_operation(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -198,16 +182,8 @@ class ParameterHooks(WholeParameters):
         if not there:
             label = self._call[1]
             self._watching = False
-            with self.away():
-                self._settle()
-                if wanted == GRADIENTS and self._engine.mixes_updates:
-                    raise ModelError(
-                        f"{label} looks at gradients around an update, where each stage has that "
-                        "of another microbatch with schedule=pipedream. Look at them in "
-                        "on_train_batch_end, or try schedule.vertical_sync=true, where all stages "
-                        "apply the same, or schedule=pipedream_2bw."
-                    )
-                if wanted == GRADIENTS and label.endswith(".optimizer_step"):
+            if wanted == GRADIENTS and label.endswith(".optimizer_step"):
+                with self.away():
                     self._engine.flush()  # It may have run the closure by itself.
             self._exchange(wanted)
             self._watching = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,7 +37,8 @@ class WholeParameters:
         engine: Of a module whose parameters are known everywhere by name (``StageModel.table``).
         reduced: Whether gradients behind this pass are those of all replicas.
         changed: Called when a hook has ended that had the whole model.
-        settle: Called before weights or gradients are brought; what is under way may end there.
+        settle: Called on all ranks before weights or gradients are brought; what is under way may
+            end there. Whether anything was.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class WholeParameters:
         *,
         reduced: Callable[[], bool],
         changed: Callable[[], None],
-        settle: Callable[[], None],
+        settle: Callable[[], bool],
     ) -> None:
         table = engine.model.table
         assert table is not None
@@ -60,7 +62,11 @@ class WholeParameters:
         self._patience_s = min(_PATIENCE_S, engine.options.timeout_s)
         engine.create_hook_groups(timeout_s=self._patience_s)
         self._group = self._group_of("hooks")
-        self._bulletin = Bulletin(self._group, self._where.pp)
+        # What is under way ends on all replicas or on none.
+        replicas = range(self._where.dp) if engine.stream is not None else [self._where.dp_rank]
+        self._ranks = [rank for replica in replicas for rank in self._where.replica(replica)]
+        among = tuple(sorted(self._ranks))
+        self._bulletin = Bulletin(engine.communicators.get("hooks", among), len(among))
         first = engine.model.first_stages()
         self._owners = {
             name: engine.placement.owners(first[name])[0] for name in engine.model.parameter_names
@@ -121,16 +127,48 @@ class WholeParameters:
             if len(kinds) > 1:
                 self._uneven.add(key)
             if kinds - {END} and not self._here:
-                self._bring_weights(said, label)
+                with self.away():
+                    anything = self._settle()
+                if anything:
+                    continue
+                self._bring_weights(self._of_pipeline(said), label)
+            if GRADIENTS in kinds and self._engine.mixes_updates:
+                raise ModelError(
+                    f"{label} looks at gradients around an update, where each stage has that "
+                    "of another microbatch with schedule=pipedream. Look at them in "
+                    "on_train_batch_end, or try schedule.vertical_sync=true, where all stages "
+                    "apply the same, or schedule=pipedream_2bw."
+                )
             if GRADIENTS in kinds and not self._has_gradients:
-                self._bring_gradients(said)
+                self._bring_gradients(self._of_pipeline(said))
             if kind != END or kinds == {END}:
                 return
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, the module is cut, although a hook is running: the pipeline's own work."""
+        if self._call is None:
+            yield
+            return
+        call, self._call = self._call, None
+        watching = self._watching
+        self._leave()
+        try:
+            yield
+        finally:
+            for groups in self._optimizers:
+                groups.show()
+            self._call, self._watching = call, watching
+
+    def _of_pipeline(self, said: Sequence[Any]) -> list[Any]:
+        """What the ranks of this replica have said, by pipeline rank."""
+        by_rank = dict(zip(sorted(self._ranks), said, strict=True))
+        return [by_rank[rank] for rank in self._where.replica(self._where.dp_rank)]
 
     def _apart(self, label: str, met: str) -> ModelError:
         return ModelError(
             f"{label} looked at parameters or gradients on pipeline rank {self._where.pp_rank}, "
-            f"and another rank of the pipeline came to: {met}. Hooks must look at them on all "
+            f"and another rank came to: {met}. Hooks must look at them on all "
             "ranks in the same calls; where only one rank is to use what it sees, let all ranks "
             "look and one rank write."
         )

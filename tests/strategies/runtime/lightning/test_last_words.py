@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from strategies import PipelineStrategy
 from strategies.errors import ModelError, PipelineError, PlanError
 from strategies.runtime.lightning.last_words import LastWords, Voices, in_python, speak_once
+from tests.warm_server import variables
 
 SCRIPT = """
 import lightning.pytorch as pl, torch
@@ -110,8 +111,24 @@ def no_gpu() -> None:  # as a machine without one says it
             lambda trainer: pl.Trainer(accelerator="cpu", gradient_clip_val="1", logger=False),
             "error: `gradient_clip_val` should be an int or a float. Got 1.",
         ),
+        (
+            lambda trainer: pl.Trainer(strategy=PipelineStrategy, logger=False),
+            "error: You selected an invalid strategy name: `strategy=<class ",
+        ),
+        (
+            lambda trainer: pl.Trainer(strategy="pipeline", logger=False),
+            "error: You selected an invalid strategy name: `strategy='pipeline'`",
+        ),
     ],
-    ids=["no gpu", "a plain module", "no step", "a precision", "a text for a number"],
+    ids=[
+        "no gpu",
+        "a plain module",
+        "no step",
+        "a precision",
+        "a text for a number",
+        "a class",
+        "a name",
+    ],
 )
 def test_what_lightning_refuses_is_one_line_as_well(
     ask: Callable[[Any], object], told: str, capsys: pytest.CaptureFixture[str]
@@ -123,6 +140,20 @@ def test_what_lightning_refuses_is_one_line_as_well(
     capsys.readouterr()
     assert _end(words, raised.value) == 2
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_strategy_that_is_none_is_refused_in_a_script_that_has_made_none(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import lightning.pytorch as pl\nfrom strategies import PipelineStrategy\n"
+        "pl.Trainer(strategy=PipelineStrategy, logger=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False,
+        env=variables(), cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "Try Trainer(strategy=PipelineStrategy(pp=2)), an object of the class." in done.stderr
 
 
 def test_keys_of_the_command_line_are_told_as_python_has_them() -> None:
