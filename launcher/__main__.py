@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher.checkpoints import hold
-from launcher.compose.execute import make_run_folder, run_one, tell_closed
+from launcher.compose.execute import (
+    make_run_folder,
+    require_one_line,
+    run_one,
+    tell_closed,
+)
 from launcher.compose.option_groups import (
     Flags,
     Groups,
@@ -29,6 +34,7 @@ from launcher.compose.option_groups import (
     find_groups,
     help_text,
     parse_flags,
+    require_completion,
     require_node,
 )
 from launcher.compose.overrides import (
@@ -272,6 +278,12 @@ def _main(flags: Flags) -> int:
     if flags.version:
         sys.stdout.write(f"foldpipe {_version()}\n")
         return 0
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise PlanError(
+            "the working directory is gone: somebody has deleted it. Try cd to another folder."
+        ) from None
     groups = find_groups(flags.config_dir)
     extra = search_path(flags.config_dir)
     with hydra_session() as hydra:
@@ -279,6 +291,7 @@ def _main(flags: Flags) -> int:
             sys.stdout.write(completion_script())
             return 0
         if flags.shell_completion:
+            require_completion(flags.overrides)
             hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(flags.overrides))
             return 0
         jobs = _jobs(flags, groups)
@@ -301,6 +314,10 @@ def _main(flags: Flags) -> int:
         if flags.multirun:
             pool = importlib.import_module("launcher.compose.job_pool")
             pool.check_parallel([config for config, _ in checked])
+            if any(word.startswith("hydra.sweep.subdir=") for word in words):
+                importlib.import_module("launcher.compose.multirun").check_subdirs(
+                    [whole for _, whole in checked], searched=asks_for_trials(flags.overrides)
+                )
             ranks = importlib.import_module("launcher.commands.ranks")
             ranks.check_named_files([config for config, _ in checked])
         command = partial(run_command, verbose=flags.verbose)
@@ -350,6 +367,8 @@ def _check_folders(flags: Flags) -> None:
     one, several = "hydra.run.dir", "hydra.sweep.dir"
     for word in flags.overrides:
         name, _, value = word.partition("=")
+        if name == "hydra.sweep.subdir":
+            require_one_line(name, value)
         if name == one and flags.multirun:
             raise PlanError(
                 f"{one}={shorten(value)} is the folder of one run, and a sweep has one for all of "

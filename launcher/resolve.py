@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from launcher.config import LaunchConfig
+from launcher.config.check_training import warmup_note
 from launcher.config.decode import brings_own
 from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
 from launcher.config.pipeline import recompute_policy
@@ -115,7 +116,8 @@ class Run:
     def notes(self) -> tuple[str, ...]:
         """What is to be said before it starts, a line each."""
         vocabulary = None if self.own_model else vocabulary_note(self.shape, self.config.tp)
-        return tuple(note for note in (vocabulary, self._pairs_note) if note is not None)
+        notes = vocabulary, self._pairs_note, warmup_note(self.config)
+        return tuple(note for note in notes if note is not None)
 
     @property
     def _pairs_note(self) -> str | None:
@@ -209,9 +211,9 @@ def resolve(
         check_tp(sized, config.tp, sequence_parallel=config.sequence_parallel)
         # What is traced of a model says nothing of experts; the ranks see them.
         if traced is None or elsewhere:
-            check_ep(sized, config.ep, config.tp)
+            check_ep(sized, config.ep, config.tp, dp)
         elif isinstance(shape, HfShape):
-            check_ep(shape, config.ep, config.tp)
+            check_ep(shape, config.ep, config.tp, dp)
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"

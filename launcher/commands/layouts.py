@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.commands.ranks import failure_recorded
+from launcher.commands.ranks import failure_recorded, tell_size
 from launcher.config import LaunchConfig
 from launcher.config.pipeline import HardwareConfig
 from launcher.planning.no_plan import refuse
@@ -39,7 +39,13 @@ from launcher.report.plan_table import (
     refusals_text,
     refused,
 )
-from launcher.report.predicted import predict, predicted_mapping, run_mapping, write_pictures
+from launcher.report.predicted import (
+    memory_note,
+    predict,
+    predicted_mapping,
+    run_mapping,
+    write_pictures,
+)
 from launcher.report.result import metrics_mapping, write_atomically, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve
@@ -52,6 +58,7 @@ from strategies.planner.problem import Layout
 if TYPE_CHECKING:
     from launcher.planning.tensor_plan import TensorPlan
 
+_LARGE = 10**9  # parameters that nobody trains on a laptop
 _DEFAULT = "(the default; hardware= names another) "
 
 
@@ -65,6 +72,13 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 
 def _answer(config: LaunchConfig, run_dir: Path) -> int:
     asked = ask(config, run_dir)
+    parameters = asked.shape.num_parameters or 0
+    if config.hardware == HardwareConfig() and parameters > _LARGE:
+        say(
+            f"planning {parameters / 1e9:.3g} billion parameters for hardware="
+            f"{config.hardware.name} {_DEFAULT.strip()}: Ctrl-C, and try hardware=a100_80g or "
+            "h100, if GPUs are meant"
+        )
     if is_one_layout(config, asked):
         return _tune(config, asked, run_dir)
     best = None
@@ -267,7 +281,9 @@ def _bars(plan: ListedPlan, limit: int) -> str:
 
 
 def simulate(config: LaunchConfig, run_dir: Path) -> int:
-    resolved = resolve(planned(config, run_dir))
+    config = planned(config, run_dir)
+    tell_size(config)
+    resolved = resolve(config)
     timeline, metrics = predict(resolved)
     panel = Panel("predicted", timeline, metrics)
     result = predicted_mapping(resolved, metrics)
@@ -278,5 +294,7 @@ def simulate(config: LaunchConfig, run_dir: Path) -> int:
     print_summary(result)
     for note in resolved.notes:
         say(note)
+    if (short := memory_note(resolved)) is not None:
+        say(f"it {short}")
     say(f"files: {run_dir}")
     return 0

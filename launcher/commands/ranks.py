@@ -24,19 +24,21 @@ from launcher.checkpoints import (
 )
 from launcher.config import LaunchConfig
 from launcher.config.check_code import CODE_MODES
+from launcher.config.derived import asked_schedule
 from launcher.config.key import shorten
 from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
 from launcher.processes.failure import RankFailedError, as_full_disk
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
+from launcher.processes.nodes import check_variables
 from launcher.processes.preempted import INTERRUPTED, PreemptedError, PrunedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import JOB_FILE, rewrite_task, write_task
 from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
 from launcher.resolve import Run, num_gpus, text_source, uses_gpu
-from launcher.secrets import check_wandb_key
-from launcher.terminal import complain, say
+from launcher.secrets import check_wandb_key, mask
+from launcher.terminal import complain, say, shortened
 from launcher.workloads.data.source import check_file, check_source, vocab_size
 from launcher.workloads.hf.counterpart import export_format
 from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
@@ -53,6 +55,9 @@ from strategies.errors import (
 from strategies.plan import IDLE_RANK_BYTES
 
 _SCANNED_BYTES = 1 << 26
+_MOST_ERROR = 8_000  # characters, in result.json
+_TOLD_FORWARDS = 8_000
+_FORWARDS_PER_S = 1_500.0  # compiled, proven, simulated and drawn on a core of 2026
 _OPENS_CHECKPOINT = ("train", "eval", "predict", "generate", "export")
 
 
@@ -116,9 +121,24 @@ def check_world(config: LaunchConfig) -> None:
 
     To be called before ``resolve``: compiling for hundreds of ranks takes minutes.
     """
+    tell_size(config)
     if config.cluster.name == "local" and not uses_gpu(config):
         dp = 1 if config.dp == "auto" else int(config.dp)
         _check_memory(config.pp, dp, config.tp, state=0)
+
+
+def tell_size(config: LaunchConfig) -> None:
+    """Says beforehand what will take long."""
+    if config.mode == "plan" or config.plan == "auto":
+        return
+    asked = asked_schedule(config, None if config.dp == "auto" else int(config.dp))
+    forwards = asked.placement.num_stages * asked.num_microbatches
+    if forwards > _TOLD_FORWARDS:
+        say(
+            f"compiling a step of {asked.num_microbatches:,} microbatches on "
+            f"{asked.placement.num_stages} stages, {forwards:,} forwards: about "
+            f"{forwards / _FORWARDS_PER_S:.0f} s"
+        )
 
 
 def _check_vocabulary(run: Run) -> None:
@@ -165,6 +185,7 @@ def check_devices(run: Run) -> None:
         )
     if elsewhere:
         return  # what those machines have is seen there
+    check_variables(os.environ)
     nccl = uses_gpu(config) and config.cluster.backend == "nccl"
     if nccl and run.world_size > num_gpus():
         raise PlanError(
@@ -317,8 +338,9 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
 
 def _leave_result(file: Path, content: Mapping[str, object]) -> None:
     """Writes it where that is possible: what went wrong before must still be told."""
+    told = shortened(mask(str(content["error"])), _MOST_ERROR)
     try:
-        write_result(file, content)
+        write_result(file, {**content, "error": told})
     except OSError as error:
         complain(f"warning: {file} cannot be written: {error.strerror}")
 

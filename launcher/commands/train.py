@@ -24,6 +24,7 @@ from launcher.processes.progress import ProgressView, pruned
 from launcher.report.closing_report import print_closing, write_report
 from launcher.report.html import Panel
 from launcher.report.predicted import (
+    memory_note,
     peak_mapping,
     predict,
     predicted_mapping,
@@ -129,6 +130,8 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
     )
     for note in run.notes:
         say(note)
+    if (short := memory_note(run)) is not None:
+        say(f"it {short}")
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     say(f"logs: {run_dir / 'logs'}")

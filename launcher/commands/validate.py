@@ -17,10 +17,16 @@ from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
 from launcher.planning.model_trace import check_buildable
 from launcher.planning.plan_auto import planned
-from launcher.processes.nodes import node_commands, plan_nodes
+from launcher.processes.nodes import Nodes, node_commands, plan_nodes
 from launcher.processes.slurm_script import check_tool, job_script, try_out
 from launcher.report.html import Panel, memory_line
-from launcher.report.predicted import predict, predicted_mapping, rank_memory, write_pictures
+from launcher.report.predicted import (
+    memory_note,
+    predict,
+    predicted_mapping,
+    rank_memory,
+    write_pictures,
+)
 from launcher.report.result import write_result
 from launcher.report.summary import print_summary
 from launcher.report.typed_command import paste, typed_flags, typed_words
@@ -39,6 +45,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     if isinstance(resolved.shape, HfShape):
         check_buildable(resolved)
     job = _job(resolved, run_dir) if config.cluster.name == "slurm" else None
+    nodes = plan_nodes(resolved.config, dp=resolved.dp) if _on_nodes(resolved) else None
     timeline, metrics = predict(resolved)
     result = predicted_mapping(resolved, metrics)
     with failure_recorded(run_dir / "result.json", result):
@@ -48,8 +55,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     print_summary(result)
-    _say_commands(resolved, run_dir, _overrides(run_dir), job)
-    say("valid: nothing was started")
+    _say_commands(resolved, run_dir, _overrides(run_dir), job, nodes)
+    note = memory_note(resolved)
+    say("valid: nothing was started" if note is None else f"valid, but it {note}")
     return 0
 
 
@@ -62,12 +70,22 @@ def _job(run: Run, run_dir: Path) -> tuple[str, str]:
     return script, try_out(script)
 
 
-def _say_commands(run: Run, run_dir: Path, words: list[str], job: tuple[str, str] | None) -> None:
+def _on_nodes(run: Run) -> bool:
     cluster = run.config.cluster
-    if cluster.name == "local" and cluster.nodes == 1:
+    return cluster.name != "local" or cluster.nodes > 1
+
+
+def _say_commands(
+    run: Run,
+    run_dir: Path,
+    words: list[str],
+    job: tuple[str, str] | None,
+    nodes: Nodes | None,
+) -> None:
+    cluster = run.config.cluster
+    if nodes is None:
         say(f"command on this machine: {paste(run_dir, words)}")
         return
-    nodes = plan_nodes(run.config, dp=run.dp)
     for line in nodes.describe():
         say(line)
     if (note := nodes.note()) is not None:

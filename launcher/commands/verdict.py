@@ -24,6 +24,7 @@ from launcher.report.result import write_atomically, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import Run, resolve
 from launcher.terminal import say, terminal_width
+from strategies.errors import PipelineError, PlanError
 from strategies.lowering.send_recv import add_messages
 from strategies.referee import (
     Opinion,
@@ -56,6 +57,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         grouped=theirs.grouped if asked.grouped == "auto" else asked.grouped,
         placement=theirs.file.placement,
     )
+    resolved = _simulated(config, opinion, run_dir, layers=theirs.layers)
     if theirs.framework != "torch":
         say("\n  ".join([f"{theirs.framework}'s words:", *theirs.notes]))
         write_atomically(run_dir / _READ, theirs.file.text)
@@ -63,7 +65,6 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     if opinion.repaired is not None:
         write_atomically(run_dir / REPAIRED, notation(opinion.repaired.program))
         say("\n".join(_repaired(opinion.repaired, run_dir / REPAIRED)))
-    resolved = _simulated(config, opinion, run_dir, layers=theirs.layers)
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     ours = alternatives(opinion.whole, resolved.costs)
@@ -101,8 +102,12 @@ def _read(config: LaunchConfig) -> Theirs:
 def _simulated(
     config: LaunchConfig, opinion: Opinion, run_dir: Path, *, layers: tuple[int, ...] | None
 ) -> Run:
-    """The order that runs, as ``mode=simulate`` has it: its computations, in a file of its own."""
-    order = opinion.compute_file
+    """The order that runs, as ``mode=simulate`` has it: its computations, in a file of its own.
+
+    Raises:
+        PlanError: Keys beside the file do not fit its order; nothing has been written then.
+    """
+    order, theirs = opinion.compute_file, config.schedule.file or "check.flags"
     path = run_dir / _ORDER
     write_atomically(path, order.text)
     schedule = replace(
@@ -117,8 +122,12 @@ def _simulated(
         config = replace(config, model=replace(config.model, layers=sum(layers)))
     pp = len(opinion.program.ranks)
     config = replace(config, mode="simulate", pp=pp, schedule=schedule, check=CheckConfig())
-    check(config)
-    return resolve(config)
+    try:
+        check(config)
+        return resolve(config)
+    except PipelineError as error:
+        path.unlink()
+        raise PlanError(str(error).replace(str(path), theirs)) from error
 
 
 def _message_cost(opinion: Opinion, run: Run) -> float | None:

@@ -24,12 +24,12 @@ from launcher.checkpoints import LOCK
 from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
-from launcher.config.key import require_name
+from launcher.config.key import require_name, shorten
 from launcher.processes.failure import as_full_disk, as_in_the_way, free_bytes
 from launcher.processes.preempted import PRUNED
 from launcher.secrets import mask
 from launcher.terminal import complain, say, say_error, shortened
-from strategies.errors import PipelineError, PlanError, RunError
+from strategies.errors import PipelineError, PlanError, RunError, readable
 from strategies.small_file import FileRefusedError, read_bytes
 
 if TYPE_CHECKING:
@@ -95,6 +95,19 @@ def _of_another(folder: Path) -> bool:
     return strange and bool((own.st_mode | above.st_mode) & stat.S_IWOTH)
 
 
+def require_one_line(key: str, name: str) -> None:
+    """Refuses a folder's name that would be more than a name wherever it is printed.
+
+    Raises:
+        PlanError: A line break or what a terminal obeys is in it.
+    """
+    if readable(name) != name or not {"\n", "\t"}.isdisjoint(name):
+        raise PlanError(
+            f"{key}={shorten(ascii(name))}: a line break or another control character is in it, "
+            f"which no folder of ours has. Try {key}=my_run."
+        )
+
+
 def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFolder:
     """Creates the folder of a run, or (``kind``) of a sweep.
 
@@ -105,6 +118,7 @@ def make_run_folder(pattern: str, *, unique: bool, kind: str = "run") -> RunFold
     if not pattern.strip() or path in (Path(path.anchor), Path.home()):
         reason = f"{path} is nobody's run" if pattern.strip() else "it is empty"
         raise PlanError(f"hydra.{kind}.dir={pattern}: {reason}. Try hydra.{kind}.dir=my_run.")
+    require_one_line(f"hydra.{kind}.dir", pattern)
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ that has ended one line is printed, and the sweep ends with the comparison of al
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -17,9 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from omegaconf import DictConfig, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
 from launcher.checkpoints import newest_in
 from launcher.commands.submit import submit_sweep
-from launcher.compose.execute import Command, RunFolder
+from launcher.compose.execute import Command, RunFolder, require_one_line
 from launcher.compose.job_pool import JobPool
 from launcher.compose.job_start import OUTPUT, Ended, InTurn, JobStarter
 from launcher.compose.overrides import quote
@@ -39,6 +43,7 @@ from launcher.report.sweep.sweep_jobs import (
 )
 from launcher.report.sweep.sweep_table import job_line
 from launcher.report.typed_command import paste
+from launcher.secrets import refuse_secret
 from launcher.terminal import complain, say
 from strategies.errors import PlanError
 
@@ -201,6 +206,42 @@ def _other_jobs(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -
     )
 
 
+def check_subdirs(composed: Sequence[DictConfig], *, searched: bool) -> None:
+    """Every job has a folder of its own, below the sweep's.
+
+    ``composed``: each job's configuration; of a search the first one's, whose values are not yet
+    known, so that only the job's number can tell its folders apart.
+
+    Raises:
+        PlanError: Two jobs would have one folder, one would lie outside, or its name is no name.
+    """
+    fix = (
+        "Try it without hydra.sweep.subdir, which numbers the jobs, or with "
+        "'hydra.sweep.subdir=job_${hydra.job.num}'."
+    )
+    jobs: dict[str, int] = {}
+    for number, config in enumerate([*composed, *composed] if searched else composed):
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.job.num, config.hydra.job.id = number, str(number)
+        try:
+            subdir = str(config.hydra.sweep.subdir)
+        except OmegaConfBaseException as error:
+            first = str(error).splitlines()[0]
+            raise PlanError(f"hydra.sweep.subdir cannot be resolved: {first}. {fix}") from None
+        refuse_secret("hydra.sweep.subdir", subdir, place="the resolved folder")
+        require_one_line("hydra.sweep.subdir", subdir)
+        named = f"hydra.sweep.subdir={shorten(subdir)} of job {number}"
+        place = os.path.normpath(subdir)
+        if os.path.isabs(place) or place.split(os.sep)[0] == os.pardir:
+            raise PlanError(f"{named} lies outside of the sweep's folder. {fix}")
+        if place in jobs:
+            raise PlanError(
+                f"{named} is the folder of job {jobs[place]} as well, whose files it "
+                f"would replace. {fix}"
+            )
+        jobs[place] = number
+
+
 class SweepState:
     """What is known of a sweep while it runs, and what is printed and written of it."""
 
@@ -216,6 +257,7 @@ class SweepState:
         self._config = config
         self._view = view
         self._quiet = quiet
+        self._since = time.time()  # one that goes on begins again
         self._begun: dict[int, tuple[Path, Stamps, float]] = {}
         for job in past:
             if job.folder is not None:
@@ -227,7 +269,7 @@ class SweepState:
         """A job's folder is there, and nothing has run in it yet."""
         self._begun[index] = folder, stamps, time.monotonic()
         folders = {number: found for number, (found, _, _) in self._begun.items()}
-        write_record(self._folder, self._source.asked(), folders)
+        write_record(self._folder, self._source.asked(), folders, begun=self._since)
         words = self._source.asked()[index]
         if not self._quiet and self._source.total > 1:
             say(f"[{index + 1}/{self._source.total}] {' '.join(words)}")

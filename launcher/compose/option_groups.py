@@ -243,6 +243,24 @@ FLAGS_HELP: tuple[tuple[str, str], ...] = (
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
+_SHELLS = ("bash", "zsh", "fish")
+
+
+def require_completion(words: Sequence[str]) -> None:
+    """Refuses what stands behind ``-sc`` and says nothing to Hydra.
+
+    Raises:
+        PlanError: It is not one of install, uninstall and query, with a shell that it knows.
+    """
+    known = {f"{what}={shell}" for what in ("install", "uninstall", "query") for shell in _SHELLS}
+    if len(words) != 1 or words[0] not in known:
+        given = " ".join(words) or "nothing"
+        raise PlanError(
+            f"-sc {shortened(given, 80)}: expected install= or uninstall= with one of "
+            f"{', '.join(_SHELLS)}. Try -sc install=bash."
+        )
+
+
 def completion_script() -> str:
     """What bash evaluates to complete this program's command lines."""
     return Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
@@ -331,10 +349,15 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
                 f"{word.partition('=')[0]} is not a flag: one configuration is composed, our own. "
                 f"Did you mean --config-dir? {OWN_FILES}"
             )
+    known = {entry.path for entry in keys_of(LaunchConfig)}
+    for word in arguments:  # -pp would be read as -p with a p behind it
+        if word.startswith("-") and word.lstrip("-") in known:
+            raise PlanError(
+                f"{word} is not a flag. Keys have no dashes. Try {word.lstrip('-')}=VALUE."
+            )
     parsed, unknown = parser.parse_known_intermixed_args(split)
     # Python 3.11 leaves overrides that follow a flag among the unknown ones.
     stray = [word for word in unknown if word.startswith("-")]
-    known = {entry.path for entry in keys_of(LaunchConfig)}
     for word in arguments:
         name = word.lstrip("-").partition("=")[0]
         if word.startswith("-") and "=" in word and name in known:

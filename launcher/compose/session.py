@@ -308,10 +308,11 @@ def _refuse_other_label(values: dict[str, Any], hydra: DictConfig | HydraConf) -
                 f"model.name={shorten(name)} would only be what model={choice} is called. "
                 f"Try model={CLASS} {typed('model.path', name)}."
             )
-        if name in options:
+        meant = sorted(o for o in options if f"{o}_".startswith(f"{str(name).lower()}_"))
+        if meant:
             raise PlanError(
                 f"{group}.name={name} would only be what {group}={choice} is called, with all "
-                f"figures as they are. Try {group}={name}."
+                f"figures as they are. Try {' or '.join(f'{group}={each}' for each in meant[:3])}."
             )
 
 

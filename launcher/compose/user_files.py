@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import yaml  # type: ignore[import-untyped]
 from launcher.compose.option_groups import Groups
 from launcher.compose.overrides import HYDRA_KEYS
 from launcher.compose.wrong_word import NO_TARGET, is_open
+from launcher.config.check import check_range
 from launcher.config.decode import CLASS, KeyPlaceError, decode, did_you_mean, nearest
-from launcher.config.key import free_keys, nodes_of, type_hints
+from launcher.config.key import free_keys, keys_of, nodes_of, type_hints, value_at
 from launcher.config.launch import LaunchConfig
 from launcher.secrets import refuse_secret
 from strategies.errors import PlanError
@@ -72,8 +73,9 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
     prefix = "" if everywhere else f"{group}."
     if everywhere and values.get("experiment_name", "") is None:
         values.pop("experiment_name")  # null means the experiment's own name
+    plain = _without_interpolations(values, schema)
     try:
-        decode(_without_interpolations(values, schema), schema, prefix)
+        _check_ranges(plain, decode(plain, schema, prefix), schema, prefix)
     except KeyPlaceError as error:
         line = _line_of(file, error.path if everywhere else error.path[1:])
         at = f"{file}{f':{line}' if line else ''}"
@@ -85,6 +87,26 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
             ) from error
         raise PlanError(f"{at}: {error}") from error
     return named
+
+
+def _check_ranges(values: dict[str, Any], typed: object, schema: type, prefix: str) -> None:
+    """As the whole configuration is checked, while it is known who has set what."""
+    for entry in keys_of(schema, prefix):
+        path = entry.path.removeprefix(prefix)
+        if not _has(values, path.split(".")):
+            continue
+        try:
+            check_range(entry, value_at(typed, path))
+        except PlanError as error:
+            raise KeyPlaceError(str(error), entry.path) from error
+
+
+def _has(values: object, names: Sequence[str]) -> bool:
+    for name in names:
+        if not isinstance(values, dict) or name not in values:
+            return False
+        values = values[name]
+    return True
 
 
 def _refuse_options(values: dict[str, Any], file: Path, groups: Groups) -> None:

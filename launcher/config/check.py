@@ -7,7 +7,7 @@ where that number is known.
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from launcher.config.check_cluster import check_cluster
 from launcher.config.check_code import check_code
@@ -50,6 +50,7 @@ _OF_FILES = (
 )  # fmt: skip
 _OF_CODE = ("schedule.path", "optimizer.path")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_NULL_IS_OFF = re.compile(r"null = (none|no limit|all)\b")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -57,12 +58,17 @@ def check(config: LaunchConfig) -> None:
     """Raises on the first rule that the configuration breaks."""
     for entry in keys_of(LaunchConfig):
         value = value_at(config, entry.path)
-        _check_range(entry, value)
+        check_range(entry, value)
         _check_text(entry, value)
     _check_names(config)
     check_code(config)
+    if config.mode != "export":
+        unused = ("export.path", "export.format")
+        refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
     if config.mode == "check":
-        _check_order(config)  # The rest is checked when the file's degrees are known.
+        _check_order(config)
+        _check_planner(config)
+        _check_beside_order(replace(config, mode="simulate", check=CheckConfig()))
         return
     if config.mode == "explain":
         _check_trace(config)
@@ -86,6 +92,11 @@ def check(config: LaunchConfig) -> None:
     _check_planner(config)
     if not _leaves_open(config):
         _check_schedule(config)
+    _check_beside_order(config)
+
+
+def _check_beside_order(config: LaunchConfig) -> None:
+    """All that is the same whatever ranks and stages an order has."""
     _check_sums(config)
     _check_recompute(config)
     shape = transformer_shape(config.model, vocab=256)  # Its checks raise; the data decide later.
@@ -96,24 +107,35 @@ def check(config: LaunchConfig) -> None:
     check_cluster(config)
 
 
-def _check_range(entry: Key, value: object) -> None:
+def check_range(entry: Key, value: object) -> None:
+    """Refuses numbers that a key cannot have.
+
+    Raises:
+        PlanError: With the range, and the number in the key's own unit where it has another one.
+    """
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if entry.low is not None and number < entry.low:
-            rule = f"at least {entry.low}"
+            rule = f"at least {entry.low:g}"
         elif entry.above is not None and number <= entry.above:
-            rule = f"more than {entry.above}"
+            rule = f"more than {entry.above:g}"
         elif entry.high is not None and number > entry.high:
-            rule = f"at most {entry.high}"
+            rule = f"at most {entry.high:g}"
         elif abs(number) > _MOST and isinstance(number, int):
             rule = f"at most {_MOST}"
         else:
             continue
-        raise PlanError(
-            f"{entry.path}={spell(value)}: expected {describe(entry.hint)}, {rule}. "
-            f"Try {entry.path}={spell(entry.example)}."
-        )
+        said = f"{entry.path}={spell(value)}: expected {describe(entry.hint)}, {rule}."
+        if entry.unit is not None and number > 0:
+            name, size = entry.unit
+            meant = number * size
+            inside = entry.low is None or meant >= entry.low
+            if inside and (entry.high is None or meant <= entry.high):
+                raise PlanError(f"{said} If these are {name}, try {entry.path}={meant:g}.")
+        if number in (0, -1) and _NULL_IS_OFF.search(entry.help_text):
+            raise PlanError(f"{said} For none at all, try {entry.path}=null.")
+        raise PlanError(f"{said} Try {entry.path}={spell(entry.example)}.")
 
 
 def _check_text(entry: Key, value: object) -> None:
@@ -179,8 +201,9 @@ def _check_expert_tp(config: LaunchConfig, shape: TransformerShape) -> None:
         )
     if config.model.name == "hf":
         raise PlanError(
-            "expert_tp=true with model=hf: families of transformers do not say along which "
-            "dimension an expert's matrices may be cut. Try expert_tp=false."
+            "expert_tp=true with model=hf: families of transformers have an expert's gates and its "
+            "inner values in one matrix, in an order of their own, so a part of it is not the same "
+            f"part of both. Try expert_tp=false ep={config.tp}, which spreads whole experts."
         )
     if not brings_own("model", config.model.name):  # Else its ranks know.
         check_expert_tp(shape, config.tp)
@@ -207,6 +230,12 @@ def _check_order(config: LaunchConfig) -> None:
             f"{given}: mode=check counts ranks and microbatches in schedule.file. Try without "
             f"{given}."
         )
+    other = {"plan=auto": config.plan == "auto", "schedule.path": schedule.path is not None}
+    for given, asked in other.items():
+        if asked:
+            raise PlanError(
+                f"{given}: mode=check looks at the order of schedule.file. Try without {given}."
+            )
 
 
 def _check_trace(config: LaunchConfig) -> None:
@@ -217,7 +246,10 @@ def _check_trace(config: LaunchConfig) -> None:
             "Try trace=[rank0.json.gz,rank1.json.gz]."
         )
     asked = {
-        f"pp={config.pp}": config.pp != 1,
+        **{
+            f"{name}={getattr(config, name)}": getattr(config, name) != 1
+            for name in ("pp", "tp", "ep", "dp")
+        },
         f"num_microbatches={config.num_microbatches}": config.num_microbatches != "auto",
         f"schedule={config.schedule.name}": config.schedule.name
         not in ("custom", LaunchConfig().schedule.name),
@@ -349,9 +381,6 @@ def _check_unused(config: LaunchConfig) -> None:
             f"export, not by mode={config.mode}. "
             f"Try {typed('trainer.resume', config.checkpoint)}, or mode=eval."
         )
-    if config.mode != "export":
-        unused = ("export.path", "export.format")
-        refuse_set(config, *unused, chosen=f"mode={config.mode}", instead=" Try mode=export.")
 
 
 def _refuse_parts(config: LaunchConfig) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from launcher.config.decode import CLASS
+from launcher.config.decode import CLASS, brings_own
 from launcher.config.key import keys_of, shorten, spell, typed, value_at
 from launcher.config.launch import LaunchConfig
-from launcher.config.workload import ModelConfig
+from launcher.config.workload import ModelConfig, OptimizerConfig
 from strategies.errors import PlanError
 
 PROFILED = ("costs.file", "costs.refine", "costs.any_machine")
@@ -114,12 +114,41 @@ def check_trainer(config: LaunchConfig) -> None:
             f"trainer.limit_val_batches={trainer.limit_val_batches} data.val_fraction="
             f"{config.data.val_fraction} allow none. Try trainer.keep_best=0."
         )
+    if trainer.keep_best and trainer.monitor not in _LOGGED and _logs_nothing_else(config):
+        raise PlanError(
+            f"trainer.monitor={shorten(trainer.monitor)} is not logged by model="
+            f"{config.model.name}; {', '.join(_LOGGED)} are. Try trainer.monitor=val_loss."
+        )
     betas = config.optimizer.betas
     if betas is not None and not all(0 <= beta < 1 for beta in betas):
         raise PlanError(
             f"optimizer.betas={spell(betas)}: both must be at least 0 and below 1. "
             "Try optimizer.betas=[0.9,0.95]."
         )
+
+
+_LOGGED = ("train_loss", "val_loss", "val_perplexity")  # of models of ours, without experts
+
+
+def _logs_nothing_else(config: LaunchConfig) -> bool:
+    own = brings_own("model", config.model.name) or config.callbacks.plain()
+    return not own and config.model.name != HUGGING_FACE and not config.model.experts
+
+
+def warmup_note(config: LaunchConfig) -> str | None:
+    """What is to be said where a run ends before its learning rate has come up.
+
+    The default goes without: of ten steps everybody sees that they are a try.
+    """
+    steps, ends = config.optimizer.warmup_steps, config.trainer.max_steps
+    if config.mode not in ("train", "validate") or not 0 < ends < steps:
+        return None
+    if steps == OptimizerConfig().warmup_steps:
+        return None
+    return (
+        f"optimizer.warmup_steps={steps} with trainer.max_steps={ends}: the rate only comes up, to "
+        f"{ends / steps:.0%} of optimizer.lr. Try optimizer.warmup_steps={max(1, ends // 10)}."
+    )
 
 
 # Whose predictions and reports read a peak; the others run whatever the hardware file says.

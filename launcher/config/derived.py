@@ -17,6 +17,9 @@ from strategies.plan import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
 from strategies.schedules.schedule import Schedule, Shape, given_group, refuse_late
 
+MOST_FORWARDS = 200_000
+"""Of a step, on all stages of one replica: minutes, and gigabytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -71,6 +74,7 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
     else:
         count, rows = _plan_batches(config, dp or 1, fixed, default)
     group = given_group(asked.group, schedule)
+    _refuse_endless(config, count, asked.stages_per_rank or schedule.stages_per_rank)
     shape = schedule.resolve(
         pp=config.pp,
         num_microbatches=count,
@@ -80,6 +84,22 @@ def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | No
         accumulation=1 if schedule.synchronous else config.trainer.accumulate_grad_batches,
     )
     return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
+
+
+def _refuse_endless(config: LaunchConfig, count: int, stages_per_rank: int) -> None:
+    """A step is compiled, proven and drawn instruction by instruction, on every rank."""
+    stages = config.pp * stages_per_rank
+    if stages * count <= MOST_FORWARDS:
+        return
+    asked = f"num_microbatches={count}"
+    if config.num_microbatches == "auto" and config.data.global_batch_size is not None:
+        asked = f"data.global_batch_size={config.data.global_batch_size}, {count} microbatches"
+    raise PlanError(
+        f"{asked} on {stages} stages: {stages * count:,} forwards in a step, and up to "
+        f"{MOST_FORWARDS:,} are compiled. Try num_microbatches="
+        f"{max(1, min(count, MOST_FORWARDS // stages))}, larger ones (data.microbatch_size), or "
+        "batches per step (trainer.accumulate_grad_batches)."
+    )
 
 
 def own_order(config: LaunchConfig) -> None:

@@ -20,7 +20,8 @@ _STOPPING = (
 )
 MEANT_KEYS = {
     # Whole paths first: their last names mean something else elsewhere.
-    "data.file data.url data.dir data.folder data.root data.dataset":
+    "data.file data.files data.train data.train_file data.url data.dir data.folder data.root "
+    "data.dataset":
         "data=text data.path=/path/to/file",
     "schedule.stages schedule.num_stages schedule.virtual_stages schedule.chunks":
         "schedule.stages_per_rank=2",
@@ -36,7 +37,9 @@ MEANT_KEYS = {
     "data.split data.val_split data.test_split data.validation_split": "data.val_fraction=0.1",
     "costs.fwd costs.f": "costs=uniform costs.forward=1",
     "costs.bwd costs.b": "costs=uniform costs.backward=2",
-    "planner.gpu planner.device": "hardware=a100_80g",
+    "planner.gpu planner.device hardware.gpu hardware.type hardware.device": "hardware=a100_80g",
+    "model.type model.size model.preset model.architecture": "model=llama2_7b, one of --help's",
+    "data.batch": "data.microbatch_size=2",
     "planner.schedule planner.schedules": "schedule=1f1b, which pins it for the planner, too",
     "cluster.host cluster.hosts cluster.hostfile cluster.ssh":
         "cluster=slurm, or cluster=torchrun, which is started on each host",
@@ -44,11 +47,11 @@ MEANT_KEYS = {
     "tracking.run_name tracking.run tracking.id": "experiment_name=my_run",
     "zero_optimization.stage": "overlap=zero1",
     # Processes.
-    "np devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size num_processes "
-    "ntasks n_gpus gpu_ids": _PROCESSES,
+    "np ranks num_ranks devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size "
+    "num_processes ntasks n_gpus gpu_ids": _PROCESSES,
     "num_nodes nnodes num_machines nodes": "cluster.nodes=2",
-    "main_process_port master_port master_addr main_process_ip rdzv_endpoint rdzv_backend rdzv_id "
-    "node_rank machine_rank local_rank standalone": _TORCHRUN,
+    "host port main_process_port master_port master_addr main_process_ip rdzv_endpoint "
+    "rdzv_backend rdzv_id node_rank machine_rank local_rank standalone": _TORCHRUN,
     "strategy accelerator_strategy parallelism": "schedule=, pp=, dp=, tp= and overlap=zero1",
     "pipeline pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
     "pipeline_model_parallel_size pp_size pp_degree num_stages n_stages stages pipeline_stages "
@@ -122,12 +125,14 @@ MEANT_KEYS = {
     "save_top_k load_best_model_at_end save_best": "trainer.keep_best=1",
     "early_stopping early_stopping_patience patience": _STOPPING,
     "callbacks callback": _STOPPING,
+    "config config_file config_path config_name":
+        "--config-dir DIR experiment=NAME with DIR/experiment/NAME.yaml",
     "fast_dev_run dry_run": "trainer.max_steps=1, or mode=validate",
     "overfit_batches": "trainer.limit_train_batches=1",
     "auto_lr_find lr_find": "-m sweep.trials=20 optimizer.lr='interval(1e-4,1e-2)'",
     "profiler profile_steps": "mode=profile, or any run's trace.json",
-    "resume continue restore load resume_training ckpt_path resume_from_checkpoint resume_from "
-    "load_checkpoint": "trainer.resume=auto, or a checkpoint's folder",
+    "resume continue restore load resume_training ckpt ckpt_path resume_from_checkpoint "
+    "resume_from load_checkpoint": "trainer.resume=auto, or a checkpoint's folder",
     "seed_everything random_seed": "seed=1",
     # The model.
     "num_layers n_layer n_layers depth num_hidden_layers": "model.layers=8",

@@ -28,6 +28,7 @@ def key(
     above: float | None = None,
     high: float | None = None,
     example: object = None,
+    unit: tuple[str, float] | None = None,
 ) -> Any:  # noqa: ANN401 -- stands for any field's type, as dataclasses.field does
     """A dataclass field with help text and bounds.
 
@@ -38,6 +39,7 @@ def key(
         above: Numbers must be larger than this.
         high: Largest allowed number.
         example: A value that works, for error messages; the default where it is None.
+        unit: Another one that people give it in, and how much one of it is: ("TFLOPS", 1e12).
     """
     metadata = {
         "help": help_text,
@@ -45,6 +47,7 @@ def key(
         "above": above,
         "high": high,
         "example": default if example is None else example,
+        "unit": unit,
     }
     return field(default=default, metadata=metadata)
 
@@ -92,6 +95,7 @@ class Key:
         path: Dotted, as typed on the command line, e.g. ``model.hidden``.
         above: Exclusive lower bound, or None.
         example: A value that works.
+        unit: Another unit that people give it in, and how much one of it is.
     """
 
     path: str
@@ -102,6 +106,7 @@ class Key:
     above: float | None
     high: float | None
     example: Any
+    unit: tuple[str, float] | None
 
 
 def type_hints(schema: type) -> dict[str, Any]:
@@ -252,4 +257,5 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
             above=entry.metadata["above"],
             high=entry.metadata["high"],
             example=entry.metadata["example"],
+            unit=entry.metadata["unit"],
         )

@@ -235,6 +235,15 @@ class CostsConfig:
     )
 
 
+# Less, or more, is a figure in another unit than the key's.
+_LEAST_FLOPS = 1e8
+_LEAST_BANDWIDTH = 1e5
+_LONGEST_S = 10.0
+_TFLOPS = ("TFLOPS", 1e12)
+_GB_S = ("GB/s", 1e9)
+_MICROSECONDS = ("microseconds", 1e-6)
+
+
 @dataclass(frozen=True, slots=True)
 class HardwareConfig(Hardware):
     """``hardware=``: the machine that analytic costs and MFU assume."""
@@ -244,7 +253,9 @@ class HardwareConfig(Hardware):
         9.6e10,
         "Peak of one rank in FLOP/s, for every precision that the hardware file names no peak of; "
         "set over the file's (command line, experiment), for all. null = refuse those.",
-        above=0,
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
         example=1e13,
     )
     efficiency: float = key(
@@ -253,55 +264,124 @@ class HardwareConfig(Hardware):
         above=0,
         high=1,
     )
-    memory_gb: float = key(4.0, "Memory of one rank, in GB (1e9 bytes).", above=0)
-    memory_bandwidth: float = key(1.0e10, "Memory bandwidth of one rank, in bytes/s.", above=0)
+    memory_gb: float = key(
+        4.0, "Memory of one rank, in GB (1e9 bytes).", above=0, high=1e5, unit=("bytes", 1e-9)
+    )
+    memory_bandwidth: float = key(
+        1.0e10,
+        "Memory bandwidth of one rank, in bytes/s.",
+        low=_LEAST_BANDWIDTH,
+        high=1e15,
+        unit=_GB_S,
+    )
     intra_bandwidth: float = key(
-        3.0e9, "Link between two ranks of a node, in bytes/s per direction.", above=0
+        3.0e9,
+        "Link between two ranks of a node, in bytes/s per direction.",
+        low=_LEAST_BANDWIDTH,
+        high=1e15,
+        unit=_GB_S,
     )
-    intra_latency_s: float = key(5.0e-5, "Its latency, in seconds.", low=0)
+    intra_latency_s: float = key(
+        5.0e-5, "Its latency, in seconds.", low=0, high=_LONGEST_S, unit=_MICROSECONDS
+    )
     inter_bandwidth: float = key(
-        1.25e8, "Link between ranks of two nodes, in bytes/s per direction.", above=0
+        1.25e8,
+        "Link between ranks of two nodes, in bytes/s per direction.",
+        low=_LEAST_BANDWIDTH,
+        high=1e15,
+        unit=_GB_S,
     )
-    inter_latency_s: float = key(2.0e-4, "Its latency, in seconds.", low=0)
+    inter_latency_s: float = key(
+        2.0e-4, "Its latency, in seconds.", low=0, high=_LONGEST_S, unit=_MICROSECONDS
+    )
     gpus_per_node: int = key(64, "Ranks that share a node and its faster links.", low=1)
     unit_overhead_s: float = key(
         0.0,
         "Seconds of a unit's forward, and of each half of its backward, beside its FLOPs.",
         low=0,
+        high=_LONGEST_S,
+        unit=_MICROSECONDS,
     )
-    stage_overhead_s: float = key(0.0, "The same for a stage, whatever lies in it.", low=0)
+    stage_overhead_s: float = key(
+        0.0,
+        "The same for a stage, whatever lies in it.",
+        low=0,
+        high=_LONGEST_S,
+        unit=_MICROSECONDS,
+    )
     step_overhead_s: float = key(
-        0.0, "Seconds of an optimizer step on a rank beside its weights.", low=0
+        0.0,
+        "Seconds of an optimizer step on a rank beside its weights.",
+        low=0,
+        high=_LONGEST_S,
+        unit=_MICROSECONDS,
     )
     ring_bandwidth: float | None = key(
-        None, "Collectives in a node, in bytes/s; null = intra_bandwidth.", above=0, example=1e9
+        None,
+        "Collectives in a node, in bytes/s; null = intra_bandwidth.",
+        low=_LEAST_BANDWIDTH,
+        high=1e15,
+        unit=_GB_S,
+        example=1e9,
     )
     ring_latency_s: float | None = key(
-        None, "Of each step of a collective; null = intra_latency_s.", low=0, example=1e-4
+        None,
+        "Of each step of a collective; null = intra_latency_s.",
+        low=0,
+        high=_LONGEST_S,
+        unit=_MICROSECONDS,
+        example=1e-4,
     )
     lockstep_loss: float = key(
         0.0, "Share of their compute that tensor-parallel ranks lose to waiting.", low=0, high=10
     )
     peak_fp64_flops: float | None = key(
-        None, "Peak for trainer.precision=64-true; null = peak_flops.", above=0, example=1e13
+        None,
+        "Peak for trainer.precision=64-true; null = peak_flops.",
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
+        example=1e13,
     )
     peak_fp32_flops: float | None = key(
-        None, "Peak for trainer.precision=32-true; null = peak_flops.", above=0, example=2e13
+        None,
+        "Peak for trainer.precision=32-true; null = peak_flops.",
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
+        example=2e13,
     )
     peak_tf32_flops: float | None = key(
         None,
         "Peak for 32-true with trainer.float32_matmul_precision=high or medium; null = peak_flops.",
-        above=0,
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
         example=1.5e14,
     )
     peak_bf16_flops: float | None = key(
-        None, "Peak for bf16-mixed and bf16-true; null = peak_flops.", above=0, example=3e14
+        None,
+        "Peak for bf16-mixed and bf16-true; null = peak_flops.",
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
+        example=3e14,
     )
     peak_fp16_flops: float | None = key(
-        None, "Peak for trainer.precision=16-mixed; null = peak_flops.", above=0, example=3e14
+        None,
+        "Peak for trainer.precision=16-mixed; null = peak_flops.",
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
+        example=3e14,
     )
     peak_fp8_flops: float | None = key(
-        None, "Peak in fp8, which no precision computes in yet.", above=0, example=2e15
+        None,
+        "Peak in fp8, which no precision computes in yet.",
+        low=_LEAST_FLOPS,
+        high=1e18,
+        unit=_TFLOPS,
+        example=2e15,
     )
     num_sms: int | None = key(
         None,
@@ -325,9 +405,19 @@ class HardwareConfig(Hardware):
     allocator_loss: float = key(
         0.0, "What an allocator reserves beyond what it hands out, as a share of that.", low=0
     )
-    kernel_overhead_s: float = key(0.0, "num_sms: seconds that starting a kernel takes.", low=0)
+    kernel_overhead_s: float = key(
+        0.0,
+        "num_sms: seconds that starting a kernel takes.",
+        low=0,
+        high=_LONGEST_S,
+        unit=_MICROSECONDS,
+    )
     message_overhead_s: float = key(
-        0.0, "Seconds of a message between stages beside its link's latency.", low=0
+        0.0,
+        "Seconds of a message between stages beside its link's latency.",
+        low=0,
+        high=_LONGEST_S,
+        unit=_MICROSECONDS,
     )
     measured_on: str | None = key(
         None,

@@ -344,6 +344,6 @@ class SweepConfig:
     )
     dir: str | None = key(
         None,
-        "mode=collect: the sweep's folder; null = the newest below multirun/.",
+        "mode=collect: the sweep's folder; null = that which began last below multirun/.",
         example="multirun/2030-01-31/12-00-00",
     )

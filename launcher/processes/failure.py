@@ -80,19 +80,22 @@ def failure_file(run_dir: Path, rank: int) -> Path:
 
 def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     """Called by a failing rank; returns the exit code to end with."""
-    code = error.exit_code if isinstance(error, PipelineError) else 1
-    failure = Failure(
+    failure = raised(rank, error)
+    failure_file(run_dir, rank).write_text(json.dumps(asdict(failure)))
+    return failure.exit_code
+
+
+def raised(rank: int, error: BaseException) -> Failure:
+    """What an exception makes of a rank; somebody's text is cut, and has no secret in it."""
+    said = str(error) or traceback.format_exception_only(error)[-1].strip()
+    return Failure(
         rank=rank,
         host=socket.gethostname(),
         at=time.time(),
         kind=type(error).__name__,
-        message=shortened(
-            mask(str(error) or traceback.format_exception_only(error)[-1].strip()), _MOST
-        ),
-        exit_code=code,
+        message=shortened(mask(said), _MOST),
+        exit_code=error.exit_code if isinstance(error, PipelineError) else 1,
     )
-    failure_file(run_dir, rank).write_text(json.dumps(asdict(failure)))
-    return code
 
 
 def read_failure(run_dir: Path, rank: int) -> Failure | None:
@@ -220,6 +223,7 @@ def as_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EIO})
 _SHARED_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 1 << 26  # where so much is free, nothing small fails for lack of room
 
 
 def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError | None:
@@ -229,6 +233,7 @@ def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError 
     """
     text = str(error)
     shared = "torch_" in text or str(_SHARED_MEMORY) in text
+    shared |= isinstance(error, OSError) and not error.filename and _between_processes(error)
     if (shared and "No space left" in text) or (isinstance(error, RuntimeError) and "shm" in text):
         return RunError(
             f"{_SHARED_MEMORY} is full ({free_bytes(_SHARED_MEMORY):,} bytes free): loader "
@@ -242,6 +247,12 @@ def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError 
     folder = Path.cwd() if run_dir is None else run_dir
     path = Path(os.fsdecode(error.filename)) if error.filename else folder
     there = next((each for each in path.absolute().parents if each.is_dir()), folder)
+    free = free_bytes(folder)
+    if error.errno == errno.ENOSPC and not error.filename and free > _ROOM_BYTES:
+        return RunError(
+            f"{os.strerror(error.errno)}: somewhere else than in {folder}, where {free:,} bytes "
+            "are free, and nobody has said where. The log shows who was writing."
+        )
     kept = run_dir is not None and any(run_dir.glob("checkpoints/*"))
     on = "; trainer.resume=auto goes on from the newest whole checkpoint" if kept else ""
     ours = path.absolute().is_relative_to(folder)
@@ -250,6 +261,12 @@ def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError 
         f"are free in {there}). Free some, or try another "
         f"{'hydra.run.dir' if ours else 'place for it'}{on}."
     )
+
+
+def _between_processes(error: BaseException) -> bool:
+    """Whether it comes from what processes share: semaphores, say, which name no file."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(f.f_globals.get("__name__")).startswith("multiprocessing.") for f in frames)
 
 
 def as_in_the_way(error: BaseException, run_dir: Path) -> RunError | None:

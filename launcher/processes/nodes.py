@@ -7,12 +7,17 @@ those that share matrices stay together, and a pipeline crosses nodes as seldom 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from launcher.config import LaunchConfig
+from launcher.config.decode import did_you_mean, nearest
+from launcher.config.key import shorten
 from strategies.errors import PlanError
 
 
@@ -115,3 +120,60 @@ def node_commands(nodes: Nodes, words: Sequence[str], *, master: str | None) -> 
         )
         for node in range(nodes.count)
     ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- variables
+# What ranks would end on with a trace of torch or gloo, when a minute of waiting has passed.
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Refuses variables that libraries of the ranks do not understand.
+
+    Raises:
+        PlanError: An interface that this machine does not have, or a word that torch does not know.
+    """
+    interfaces = environment.get("GLOO_SOCKET_IFNAME", "")
+    known = [name for _, name in socket.if_nameindex()]
+    for name in interfaces.split(",") if interfaces else ():
+        if name not in known:
+            fix = (*nearest(name, known), "lo" if "lo" in known else known[0])[0]
+            raise PlanError(
+                f"GLOO_SOCKET_IFNAME={shorten(interfaces)}: this machine has no interface "
+                f"{shorten(name)}, only {', '.join(known)}. Try GLOO_SOCKET_IFNAME={fix}, or unset "
+                "GLOO_SOCKET_IFNAME."
+            )
+    level = environment.get("TORCH_DISTRIBUTED_DEBUG")
+    if level is not None and level.upper() not in _LEVELS:
+        raise PlanError(
+            f"TORCH_DISTRIBUTED_DEBUG={shorten(level)}: torch knows {', '.join(_LEVELS)}. "
+            "Try TORCH_DISTRIBUTED_DEBUG=INFO, or unset TORCH_DISTRIBUTED_DEBUG."
+        )
+    for word in environment.get("TORCH_LOGS", "").split(","):
+        name = word.strip().lstrip("+-").partition(":")[0]
+        names = _log_names() if name and name != "help" else ()
+        if names and name not in names and not _is_module(name):
+            hint = did_you_mean(nearest(name, names))
+            raise PlanError(
+                f"TORCH_LOGS={shorten(environment['TORCH_LOGS'])}: torch has no log called "
+                f"{shorten(name)}.{hint} Try TORCH_LOGS=help, or unset TORCH_LOGS."
+            )
+
+
+_LEVELS = ("OFF", "INFO", "DETAIL")
+
+
+def _log_names() -> tuple[str, ...]:
+    """As torch registers them; read, because the parent does not import it. () where it is not."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return ()
+    file = Path(torch.origin).parent / "_logging" / "_registrations.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return tuple(re.findall(r'register_(?:log|artifact)\(\s*"([^"]+)"', text))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False

@@ -28,12 +28,13 @@ from typing import Any, NoReturn
 
 from launcher.checkpoints import remember_damage
 from launcher.config import LaunchConfig
+from launcher.config.key import shorten
 from launcher.processes.failure import (
-    Failure,
     describe,
     failure_file,
     first_failure,
     is_consequence,
+    raised,
     read_failure,
     write_failure,
 )
@@ -41,7 +42,7 @@ from launcher.processes.local import private_caches
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.store import listen_at, meeting_address
 from launcher.processes.watchdog import own_heartbeat
-from launcher.terminal import say_error
+from launcher.terminal import say_error, shortened
 from strategies.errors import DamagedCheckpointError, PipelineError, PlanError, RunError
 from strategies.small_file import FileRefusedError, opened, parse_json
 
@@ -52,17 +53,43 @@ _HEARD = "foldpipe/heard"
 _PLACE = "FOLDPIPE_PLACE"
 _GRACE_S = 1.0
 _MOST_KEY_BYTES = 4096
+_MOST_SAID, _MOST_PORT = 300, 65_535
 _FAREWELL_S = 20.0  # for the others to import torch
 _PATIENCE = timedelta(minutes=30)  # for rank 0 to compose, compile and check
 _COMMAND = "python -m torch.distributed.run --nproc-per-node=2 -m launcher cluster=torchrun pp=2"
 
 
 def joins(words: Sequence[str]) -> bool:
-    """Whether this process belongs to a torchrun that is to be joined; takes its signals then."""
+    """Whether this process belongs to a torchrun that is to be joined; takes its signals then.
+
+    Raises:
+        PlanError: Variables that torchrun sets are none of its own.
+    """
     if WORD not in words or not _inside():
         return False
+    _check_numbers()
     StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
     return True
+
+
+def _check_numbers() -> None:
+    """Refuses variables by hand that no torchrun has set."""
+    most = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        given = os.environ[name]
+        least = 0 if name in most else 1
+        if not (given.isascii() and given.isdigit()) or int(given) < least:
+            rule = f"a whole number, at least {least}"
+        elif name in most and int(given) >= int(os.environ[most[name]]):
+            rule = f"less than {most[name]}={os.environ[most[name]]}"
+        elif name == "MASTER_PORT" and int(given) > _MOST_PORT:
+            rule = f"at most {_MOST_PORT}"
+        else:
+            continue
+        raise PlanError(
+            f"cluster=torchrun with {name}={shorten(given)}: expected {rule}. torchrun sets it: "
+            f"try {_COMMAND}."
+        )
 
 
 def rank() -> int:
@@ -132,7 +159,8 @@ def lead(
 def follow() -> int:
     """Runs any other rank's part; returns its exit code."""
     store = _meet()
-    told = _heard(store)
+    with _lost_in_words("was lost"):
+        told = _heard(store)
     if "code" in told:
         store.add(_HEARD, 1)
         return int(told["code"])  # rank 0 has said why
@@ -231,9 +259,7 @@ def _work(run_dir: Path, task: Mapping[str, Any]) -> None:
 
 def _cause(run_dir: Path, error: Exception) -> str:
     """This rank's failure, or another's that it is a consequence of, if that one has said so."""
-    host, kind = socket.gethostname(), type(error).__name__
-    own = Failure(rank(), host, time.time(), kind, str(error), 1)
-    found = own
+    found = own = raised(rank(), error)
     if is_consequence(own):
         time.sleep(_GRACE_S)  # for the others' guardians to look
         ranks = range(int(os.environ["WORLD_SIZE"]))
@@ -242,7 +268,7 @@ def _cause(run_dir: Path, error: Exception) -> str:
     if found is not own:
         return describe(found, run_dir / "logs" / f"rank_{found.rank:05d}.log")
     doing = own_heartbeat(os.environ).beat().describe()
-    return f"rank {own.rank} on {host} failed: {kind}: {error}\nIt was {doing}."
+    return f"rank {own.rank} on {own.host} failed: {own.kind}: {own.message}\nIt was {doing}."
 
 
 def _inside() -> bool:
@@ -250,10 +276,30 @@ def _inside() -> bool:
 
 
 def _meet() -> Any:  # noqa: ANN401 -- a torch.distributed.Store
-    """The store that all ranks share, the agent's or rank 0's."""
+    """The store that all ranks share, the agent's or rank 0's.
+
+    Raises:
+        RunError: There is none at the address that torchrun has given.
+    """
     rendezvous = importlib.import_module("torch.distributed.rendezvous").rendezvous
-    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    with _lost_in_words("cannot be reached"):
+        store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     return store
+
+
+@contextmanager
+def _lost_in_words(what: str) -> Iterator[None]:
+    """What torch says of a store that is not there, in one message."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # a DistError, or a port that is no number
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        said = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise RunError(
+            f"the store where torchrun's ranks meet, {place}, {what} by rank {rank()}: "
+            f"{shortened(said, _MOST_SAID)}. If rank 0 has ended, its own words say why; else see "
+            "that MASTER_ADDR and MASTER_PORT are those of its node."
+        ) from error
 
 
 # What rank 0 says is signed. Anybody who reaches the store can write into it, and what the ranks

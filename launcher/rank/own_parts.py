@@ -21,11 +21,20 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from launcher.config import LaunchConfig, from_dict
 from launcher.config.check_code import Code, named_callbacks, own_code, void_keys
 from launcher.config.decode import CLASS, brings_own
+from launcher.config.derived import asked_schedule
 from launcher.config.key import shorten, value_at
 from launcher.config.workload import OptimizerConfig
-from launcher.resolve import Run
+from launcher.resolve import Run, model_shape, num_replicas
 from launcher.workloads.optimizer import configured, own_optimizer
-from launcher.workloads.own_code import Offer, Offers, bound, build, described, load_object
+from launcher.workloads.own_code import (
+    Offer,
+    Offers,
+    bound,
+    build,
+    described,
+    load_object,
+    one_line,
+)
 from launcher.workloads.registry import DATA, MODELS, find, load
 from strategies.errors import DataError, ModelError, PipelineError, PlanError
 
@@ -45,14 +54,32 @@ def build_own_model(run: Run) -> pl.LightningModule:
         ModelError: It cannot be built.
     """
     config = run.config
-    code, target = _code(config, "model")
-    if _takes_configuration(config, code, target, _offers(run)):
-        model = target(config)  # a package's builder
-    else:
-        model = build(code, target, _offers(run))
-    _require(code, model)
+    model = _build_model(config, _offers(run))
     if not is_overridden("configure_optimizers", model, pl.LightningModule):
         _give_optimizer(model, config.optimizer)
+    return model
+
+
+def _build_model(config: LaunchConfig, offers: Offers) -> pl.LightningModule:
+    code, target = _code(config, "model")
+    if _takes_configuration(config, code, target, offers):
+        try:
+            model = target(config)  # a package's builder
+        except (PipelineError, MemoryError):
+            raise
+        except Exception as reason:
+            raise ModelError(
+                f"model={config.model.name}: {described(target)} fails with {one_line(reason)}. "
+                "Correct it there, or try another model=."
+            ) from reason
+    else:
+        model = build(code, target, offers)
+    _require(code, model)
+    if "_parameters" not in vars(model):
+        raise ModelError(
+            f"model.path={code.path}: __init__ of {described(type(model))} does not call "
+            "super().__init__(). Write that into its first line."
+        )
     return cast(pl.LightningModule, model)
 
 
@@ -94,7 +121,12 @@ def run(task: Mapping[str, Any], run_dir: Path) -> None:
         PipelineError: The first thing that is wrong.
     """
     for values in task["configs"]:
-        _check(from_dict(values))
+        config = from_dict(values)
+        _check(config)
+        model = config.model
+        named = brings_own("model", model.name) and (model.name != CLASS or model.path is not None)
+        if config.mode == "validate" and named:
+            _try_model(config)
 
 
 def _check(config: LaunchConfig) -> None:
@@ -111,6 +143,29 @@ def _check(config: LaunchConfig) -> None:
             own_optimizer(target, config.optimizer)
         else:
             bound(code, target, offers)
+
+
+def _try_model(config: LaunchConfig) -> None:
+    """Makes the model as its ranks will, without weights where it can be made so.
+
+    Raises:
+        PipelineError: What they would say.
+    """
+    from strategies.tracing.trace import empty_weights  # Ranks do without it.
+
+    asked, shape = asked_schedule(config, num_replicas(config)), model_shape(config)
+    offers = _offered(
+        config,
+        batch_size=asked.batch_size,
+        num_microbatches=asked.num_microbatches,
+        sequence=shape.sequence,
+        vocab=shape.vocab,
+    )
+    try:
+        with empty_weights():
+            _build_model(config, offers)
+    except Exception:  # Some look at their weights while they are made.
+        _build_model(config, offers)
 
 
 def _check_group(config: LaunchConfig, group: str, offers: Offers) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
+import multiprocessing.synchronize
 import os
 import stat
 import struct
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.checkpoints import check_model, hold
+from launcher.processes import failure
 from launcher.processes.failure import as_full_disk
 from launcher.processes.local import private_caches
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape
@@ -101,7 +104,7 @@ def test_text_without_a_path(refused):
 
 
 def test_a_world_that_this_machine_cannot_hold(refused):
-    message = refused([*MODEL, "model.layers=600", "pp=512"])
+    message = refused([*MODEL, "model.layers=600", "pp=512", "num_microbatches=8"])
     assert "pp=512 * dp=1 = 512 ranks need about" in message
     assert "at most" in message
     assert "mode=simulate" in message
@@ -402,3 +405,23 @@ def test_shared_memory_that_is_full_is_named(tmp_path):
     assert str(found).startswith("/dev/shm is full (")
     assert as_full_disk(ValueError("x"), tmp_path) is None
     assert as_full_disk(FileNotFoundError(2, "no"), tmp_path) is None
+
+
+def test_a_full_disk_that_nobody_names_is_not_the_run_folders(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    # What loaders wait with is made in shared memory, and its error names no file.
+    monkeypatch.setattr(multiprocessing.synchronize, "sem_unlink", full)
+    monkeypatch.setattr(multiprocessing.synchronize._multiprocessing, "SemLock", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        multiprocessing.get_context("fork").Lock()
+    assert str(as_full_disk(raised.value, tmp_path)).startswith("/dev/shm is full (")
+    # A file of somebody's own, elsewhere.
+    with pytest.raises(OSError, match="No space left") as raised, open("/dev/full", "wb", 0) as own:
+        own.write(b"x")
+    found = str(as_full_disk(raised.value, tmp_path))
+    assert found.startswith(f"No space left on device: somewhere else than in {tmp_path}")
+    # Where the run folder has no room itself, it is that.
+    monkeypatch.setattr(failure, "free_bytes", lambda _: 4096)
+    assert str(as_full_disk(raised.value, tmp_path)).startswith(f"{tmp_path} cannot be written")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
+from launcher.__main__ import main
 from launcher.workloads.data.source import TextSource, check_source
 from strategies.errors import DataError
-from tests.launcher.command_line import run_here
+from tests.launcher.command_line import refused_here, run_here
 
 # A command line, what its refusal says, and the command line with the advice pasted into it.
 MISTAKES = [
@@ -132,6 +134,21 @@ MISTAKES = [
     ("-cd", "Try --config-dir DIR.", None),
     ("--multirun=true pp=1,2", "Try -m, with lists of values", "-m pp=1,2"),
     ("-V", "Did you mean --version?", "--version"),
+    ("-pp 4", "-pp is not a flag. Keys have no dashes. Try pp=VALUE.", "pp=4"),
+    ("-compile", "Keys have no dashes. Try compile=VALUE.", "compile=true"),
+    ("ranks=4", "Try pp=, dp= and tp=", "pp=4"),
+    ("config=mine.yaml", "Try --config-dir DIR experiment=NAME", None),
+    ("host=node0", "is said to torchrun itself", None),
+    ("data.train=a.txt", "Try data=text data.path=/path/to/file.", None),
+    ("data.batch=2", "Try data.microbatch_size=2.", "data.microbatch_size=2"),
+    ("model.size=7b", "Try model=llama2_7b", "model=llama2_7b mode=simulate"),
+    ("hardware.gpu=a100", "Try hardware=a100_80g.", "hardware=a100_80g mode=simulate"),
+    ("hardware.name=A100 mode=plan", "Try hardware=a100_40g or hardware=a100_80g.",
+     "hardware=a100_40g mode=plan"),
+    ("model.name=gpt2", "Try model=gpt2_124m.", "model=gpt2_124m mode=simulate"),
+    ("trainer.ckpt=x", "Try trainer.resume=auto", None),
+    ("trainer.keep_best=1 trainer.monitor=val_acc", "is not logged by model=tiny; train_loss, val_",
+     "trainer.keep_best=1 trainer.monitor=val_loss"),
     ("-np 4", "Try pp=, dp= and tp=", "pp=4"),
     ("-o x", "Try hydra.run.dir=FOLDER.", "hydra.run.dir=x"),
     ("tracker=wandb", "Try tracking=csv, wandb", "tracking=wandb"),
@@ -147,10 +164,24 @@ MISTAKES = [
     ("trainer.watchdog_s=off", "Try trainer.watchdog_s=0.", "trainer.watchdog_s=0"),
     ("optimizer.lr=1/1000", "Try optimizer.lr=0.001.", "optimizer.lr=0.001"),
     ("optimizer.warmup_steps=10%", "Try optimizer.warmup_steps=10.", "optimizer.warmup_steps=10"),
+    ("trainer.gradient_clip_val=0", "For none at all, try trainer.gradient_clip_val=null.",
+     "trainer.gradient_clip_val=null"),
+    ("generate.top_k=-1", "For none at all, try generate.top_k=null.", None),
+    ("hardware.peak_flops=312", "at least 1e+08. If these are TFLOPS, try hardware.peak_flops=",
+     "hardware.peak_flops=3.12e+14"),
+    ("hardware.memory_gb=8e10", "at most 100000. If these are bytes, try hardware.memory_gb=80.",
+     "hardware.memory_gb=80"),
+    ("hardware.inter_bandwidth=25", "If these are GB/s, try hardware.inter_bandwidth=2.5e+10.",
+     "hardware.inter_bandwidth=2.5e+10"),
+    ("hardware.intra_latency_s=50", "If these are microseconds, try hardware.intra_latency_s=",
+     "hardware.intra_latency_s=5e-05"),
     ("'hardware.intra_bandwidth=300 GB/s'", "Try hardware.intra_bandwidth=300000000000.",
      "hardware.intra_bandwidth=300000000000"),
     ("'hardware.intra_bandwidth=100 Gb/s'", "Try hardware.intra_bandwidth=12500000000.",
      "hardware.intra_bandwidth=12500000000"),
+    ("mode=simulate pp=4 num_microbatches=100000", "up to 200,000 are compiled.",
+     "mode=simulate pp=4 num_microbatches=50000"),
+    ("pp=2 data.global_batch_size=1000000", "1000000 microbatches", None),
     ("callbacks.path=x:Y", "a callback has a name of your choice, and under it path.", None),
     ("data=text data.path=~/x.txt", "Try \"data.path='~/x.txt'\".",
      "data=text \"data.path='~/x.txt'\""),
@@ -176,6 +207,48 @@ def test_a_mistake_is_one_sentence_and_its_advice_is_a_run(
     if pasted is not None:
         done = run_here(shlex.split(pasted), tmp_path / "right", monkeypatch)
         assert (done.code, done.errors) == (0, "")
+
+
+ORDER = "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n"
+
+# What is only known when an order has been read, or a command asked: before anything is written.
+LATE = [
+    ("mode=validate cluster.nodes=2", "cannot be spread evenly over cluster.nodes=2. Try"),
+    ("mode=validate model.sequence=1e9", "one sequence with its targets takes"),
+    ("check x.csv tp=3", "tp=3 does not divide model.heads=4"),
+    ("check x.csv sequence_parallel=true", "and tp=1. Try tp=2, or sequence_parallel=false."),
+    ("check x.csv plan=auto", "looks at the order of schedule.file. Try without plan=auto."),
+    ("check x.csv planner.top_k=3", "planner.top_k=3 has no meaning without a planner."),
+    ("check x.csv export.path=x", "export.path=x has no meaning with mode=check."),
+    ("check x.csv costs=profiled", "costs=profiled needs costs.file"),
+    ("check x.csv model=hf", "model=hf needs the folder of a model"),
+    ("check x.csv data.global_batch_size=7", "makes 7 microbatches, but x.csv has 2. Try data."),
+    ("check x.csv schedule.layers_per_stage=[1,2,3]", "has 3 counts, but there are 2 stages"),
+    ("explain x.json tp=2", "mode=explain finds it in the traces. Try without tp=2."),
+    ("-sc foo", "expected install= or uninstall= with one of bash, zsh, fish."),
+    ("-sc", "Try -sc install=bash."),
+    ("\"hydra.run.dir='a\x1b[2J'\" mode=simulate", "a line break or another control character"),
+    ("\"hydra.sweep.dir='a\nb'\" -m pp=1,2 mode=simulate", "Try hydra.sweep.dir=my_run."),
+    ("\"hydra.sweep.subdir='a\nb'\" -m pp=1,2 mode=simulate", "Try hydra.sweep.subdir=my_run."),
+    ("\"user.a='x\ny'\" 'hydra.run.dir=${user.a}' mode=simulate", "Try hydra.run.dir=my_run."),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), LATE, ids=lambda value: ascii(value)[:30])
+def test_a_mistake_that_is_found_late_leaves_nothing_either(words, told, tmp_path, monkeypatch):
+    (tmp_path / "x.csv").write_text(ORDER)
+    message = refused_here(shlex.split(words), tmp_path, monkeypatch)
+    assert told in message
+    assert message.count("\n") == 1
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["mode=simulate", "costs=uniform"]) == 2
+    assert capsys.readouterr().err.startswith("error: the working directory is gone: somebody has")
 
 
 OPTIONS = [

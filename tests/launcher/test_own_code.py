@@ -73,6 +73,45 @@ REFUSED = [
 ]
 
 
+BROKEN = """
+import lightning.pytorch as pl
+import torch
+
+class Bare(pl.LightningModule):
+    def __init__(self): pass
+    def training_step(self, batch, index): return 0
+
+class Early(Bare):
+    def __init__(self): self.net = torch.nn.Linear(2, 2)
+
+class Sized(Bare):
+    def __init__(self, width: int = 2, look: bool = False):
+        pl.LightningModule.__init__(self)
+        self.net = torch.nn.Linear(width, 2)
+        self.norm = self.net.weight.norm().item() if look else 0
+
+def nothing(): return None
+"""
+UNMADE = [
+    ("Bare", "__init__ of Bare (broken.py:5) does not call super().__init__()."),
+    ("Early", "Early() fails with AttributeError: cannot assign module before"),
+    ("Sized model.args.width=-3", "Sized(width=-3) fails with RuntimeError: Trying to create"),
+    ("nothing", "what it makes (NoneType) is no LightningModule."),
+    ("Sized", None),
+    ("Sized model.args.look=true", None),
+]
+
+
+@pytest.mark.parametrize(("named", "said"), UNMADE)
+def test_validate_makes_the_model_as_ranks_would(named, said, here, project):
+    (project / "broken.py").write_text(BROKEN)
+    words = ("model=class", *f"model.path=broken:{named}".split())
+    done = here(*words, "mode=validate", "data.max_bytes=200000")
+    assert done.code == (0 if said is None else 2), done.errors
+    assert (said or "") in done.errors
+    assert done.errors.count("\n") == (said is not None)
+
+
 @pytest.mark.parametrize(("words", "expected"), REFUSED, ids=lambda value: str(value)[:60])
 def test_a_wrong_request_is_one_sentence_and_starts_nothing(here, project, words, expected):
     before = sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)

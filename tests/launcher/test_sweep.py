@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from launcher.commands import collect
 from launcher.commands.layouts import simulate
+from launcher.compose.multirun import check_subdirs
 from launcher.config import LaunchConfig
 from launcher.config.running import SweepConfig
 from strategies.errors import PlanError, RunError
@@ -176,12 +178,47 @@ def test_folders_may_have_any_name(tmp_path, monkeypatch):
     assert (tmp_path / "a b%$x$" / "j:1 #" / "timeline.html").is_file()
 
 
-def test_jobs_that_share_a_folder_keep_their_own_figures(tmp_path, monkeypatch):
-    words = ("schedule=1f1b,foldx_fifo", "pp=4", "hydra.sweep.subdir=one")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pp=2,4", "one"], "=one of job 1 is the folder of job 0 as well"),
+        (["pp=2,4", "sweep.parallel=2", "./one/"], "=./one/ of job 1 is the folder of job 0"),
+        (["schedule=1f1b,zb_v", "pp=2,4", "${schedule.name}"], "=1f1b of job 1 is the folder of"),
+        (["pp=2,4", "../${hydra.job.num}"], "=../0 of job 0 lies outside"),
+        (["pp=2,4", "a/../../${hydra.job.num}"], "=a/../../0 of job 0 lies outside"),
+        (["pp=2", "/tmp/x"], "=/tmp/x of job 0 lies outside"),
+        (["pp=2,4", "${nothing}"], "cannot be resolved: Interpolation key 'nothing' not found"),
+        (["pp=2,4", "'${oc.env:\"SOME_TOKEN\"}${pp}'"], "reads a credential from the environment"),
+        (["pp=2,4", "'${oc.env:NAME}${pp}'"], "a line break"),
+    ],
+)  # fmt: skip
+def test_every_job_has_a_folder_of_its_own_below_the_sweeps(words, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setenv("SOME_TOKEN", "ghp_" + "x1Y2" * 9)
+    monkeypatch.setenv("NAME", "a\nb")
+    *own, subdir = words
+    request = ["-m", "costs=uniform", *own, f"hydra.sweep.subdir={subdir}"]
+    done = run_here([*request, "mode=simulate"], tmp_path, monkeypatch)
+    done.assert_refused()
+    assert message in done.errors
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_of_a_search_only_numbers_tell_folders_apart():
+    def ask(subdir: str) -> None:
+        node = {"hydra": {"job": {}, "sweep": {"subdir": subdir}}, "pp": 2}
+        check_subdirs([OmegaConf.create(node)], searched=True)
+
+    ask("${pp}_${hydra.job.num}")
+    with pytest.raises(PlanError, match="=2 of job 1 is the folder of job 0 as well"):
+        ask("${pp}")
+
+
+def test_folders_that_options_tell_apart_are_taken(tmp_path, monkeypatch):
+    words = ("schedule=1f1b,foldx_fifo", "pp=4", "hydra.sweep.subdir='${schedule.name}'")
     done, rows = sweep(words, tmp_path, monkeypatch)
-    assert done.code == 0
-    assert [row["makespan"] for row in rows] == ["33.0", "28.5"]
-    assert [panel["makespan"] for panel in panels(tmp_path)] == [33.0, 28.5]
+    assert (done.code, [row["makespan"] for row in rows]) == (0, ["33.0", "28.5"])
+    assert (tmp_path / "s" / "foldx_fifo" / "timeline.html").is_file()
 
 
 def test_modes_without_a_timeline_have_a_table(tmp_path, monkeypatch):

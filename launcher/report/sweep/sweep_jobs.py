@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from launcher.config import LaunchConfig
@@ -12,6 +14,7 @@ from launcher.report.perfetto import read_timelines
 from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
 from launcher.report.sweep.loss_curves import LossCurve, NamedCurve, read_curve
+from launcher.terminal import say
 from strategies.errors import PlanError
 from strategies.small_file import read_json
 
@@ -193,48 +196,78 @@ def override_values(words: Sequence[str]) -> dict[str, str]:
 
 RECORD = "jobs.json"
 _MOST_BYTES = 1 << 26
+_MOST_SECONDS = 1e11
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The jobs that were asked for; folders are absolute, by number, of those that have begun."""
+    """The jobs that were asked for; folders are absolute, by number, of those that have begun.
+
+    ``begun``: when the sweep began, in seconds since the epoch; 0 where it does not say.
+    """
 
     overrides: tuple[tuple[str, ...], ...]
     folders: Mapping[int, Path]
+    begun: float = 0.0
 
 
 def write_record(
-    folder: Path, overrides: Sequence[Sequence[str]], folders: Mapping[int, Path]
+    folder: Path,
+    overrides: Sequence[Sequence[str]],
+    folders: Mapping[int, Path],
+    *,
+    begun: float,
 ) -> None:
     """Writes the record; of jobs that have not begun the folder is null."""
     jobs = [
         {"overrides": list(words), "folder": str(folders[i]) if i in folders else None}
         for i, words in enumerate(overrides)
     ]
-    write_atomically(folder / RECORD, json.dumps({"jobs": jobs}, indent=1) + "\n")
+    write_atomically(folder / RECORD, json.dumps({"begun": begun, "jobs": jobs}, indent=1) + "\n")
 
 
 def read_record(folder: Path, *, key: str = "sweep.dir") -> Record:
     file = folder / RECORD
     try:
-        jobs = read_json(file, most_bytes=_MOST_BYTES)["jobs"]
+        content = read_json(file, most_bytes=_MOST_BYTES)
+        jobs, begun = content["jobs"], content.get("begun", 0.0)
+        if type(begun) not in (int, float) or not 0 <= begun < _MOST_SECONDS:
+            raise ValueError("begun is no number of seconds")
         return Record(
             tuple(tuple(map(str, job["overrides"])) for job in jobs),
             {i: Path(job["folder"]) for i, job in enumerate(jobs) if job["folder"] is not None},
+            begun,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, LookupError | TypeError | AttributeError):
+            reason = "it is no list of jobs"
         raise PlanError(
-            f"{folder} is no sweep's folder: {file.name} in it cannot be read "
-            f"({error.strerror if isinstance(error, OSError) else error}). "
+            f"{folder} is no sweep's folder: {file.name} in it cannot be read ({reason}). "
             f"Try {key}=FOLDER with the folder that -m has named."
         ) from None
 
 
 def newest_record(root: Path, *, key: str = "sweep.dir") -> Path:
-    """The folder of the sweep that began last; ``key`` names another one."""
-    found = sorted(root.glob(f"**/{RECORD}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    """The folder of the sweep that began last, by its record; ``key`` names another one.
+
+    The times of files do not matter, which change where folders are copied or restored. Says what
+    was skipped, and among how many it was chosen.
+    """
+    known: list[tuple[float, Path]] = []
+    for file in sorted(root.glob(f"**/{RECORD}")):
+        try:
+            # A clock that was ahead must not win for as long as that.
+            known.append((min(read_record(file.parent).begun, time.time()), file.parent))
+        except PlanError as error:
+            say(f"skips {file.parent}: {error}")
+    if not known:
         raise PlanError(
             f"there is no sweep below {root}. Try {key}=FOLDER with the folder that -m has named."
         )
-    return found[-1].parent
+    begun, folder = max(known)
+    if len(known) > 1:
+        date = datetime.fromtimestamp(begun).isoformat(" ", "seconds")
+        when = f"it began last, {date}" if begun else "the last by name, none says when it began"
+        say(f"chosen among {len(known)} sweeps below {root}: {folder} ({when})")
+    return folder

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from launcher.config import LaunchConfig
 from launcher.processes.preempted import PrunedError
+from launcher.report.sweep.sweep_jobs import newest_record
 from strategies.errors import RunError
 from tests.launcher.command_line import run_here
 from tests.launcher.runs import MODEL, launch
@@ -85,6 +89,43 @@ def test_an_interrupted_job_continues_from_its_checkpoint(tmp_path, monkeypatch)
     ]  # fmt: skip
     record = json.loads((tmp_path / "s" / "jobs.json").read_text())["jobs"]
     assert all("trainer.resume=elsewhere" in job["overrides"] for job in record)
+
+
+def test_the_newest_sweep_is_the_one_that_began_last(tmp_path, monkeypatch, capsys):
+    def place(name: str, begun: object) -> Path:
+        folder = tmp_path / "multirun" / name
+        folder.mkdir(parents=True)
+        content = {"jobs": [{"overrides": ["pp=2"], "folder": None}]}
+        text = json.dumps(content if begun is None else {"begun": begun, **content})
+        (folder / "jobs.json").write_text(text)
+        return folder
+
+    named = place("named", None)  # of an earlier version
+    assert newest_record(tmp_path / "multirun") == named
+    assert capsys.readouterr().err == ""
+    late, early, ahead = place("b", 2e9 - 1), place("c", 1e9), place("a", 9e9)
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    for folder, age in ((early, 3), (named, 2), (late, 1)):
+        os.utime(folder / "jobs.json", (2e9 - age, 2e9 + 9 - age))
+    os.utime(early / "jobs.json")  # touched, copied or restored last of all
+    assert newest_record(tmp_path / "multirun") == ahead  # no later than now
+    shutil.rmtree(ahead)
+    wrong = [place(f"wrong{i}", begun) for i, begun in enumerate(("soon", True, float("nan"), -1))]
+    (place("wrong4", 1) / "jobs.json").write_text("[" * 9999)
+    (place("wrong5", 1) / "jobs.json").write_text("[]")
+    capsys.readouterr()
+    assert newest_record(tmp_path / "multirun") == late
+    said = "".join(capsys.readouterr())
+    assert said.count("skips ") == len(wrong) + 2
+    assert f"chosen among 3 sweeps below {tmp_path / 'multirun'}: {late} (it began last," in said
+
+
+def test_a_sweep_that_goes_on_has_begun_again(tmp_path, monkeypatch):
+    begun = []
+    for words in (["hydra.sweep.dir=s"], [RESUME]):
+        run_here([*SIMULATED, *words], tmp_path, monkeypatch, interrupt_third)
+        begun.append(json.loads((tmp_path / "s" / "jobs.json").read_text())["begun"])
+    assert begun[0] < begun[1] <= time.time()
 
 
 def test_how_a_sweep_treats_its_jobs_may_change(tmp_path, monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from launcher.config import LaunchConfig, from_dict
-from launcher.processes.nodes import Nodes, asked_world, node_commands, plan_nodes
+from launcher.processes.nodes import Nodes, asked_world, check_variables, node_commands, plan_nodes
 from strategies.errors import PlanError
 from strategies.runtime.messages.mesh import Coordinates
 
@@ -81,3 +83,27 @@ def test_every_node_gets_its_command():
     assert commands == [
         f"python -m torch.distributed.run --nnodes=2 --node-rank={node} {common}" for node in (0, 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("GLOO_SOCKET_IFNAME=eth99", "this machine has no interface eth99, only "),
+        ("GLOO_SOCKET_IFNAME=lo,wlan7", "no interface wlan7"),
+        ("TORCH_DISTRIBUTED_DEBUG=verbose", "torch knows OFF, INFO, DETAIL. Try "),
+        ("TORCH_LOGS=+dynamoo", "no log called dynamoo. Did you mean dynamo"),
+    ],
+)
+def test_variables_that_would_end_ranks_are_refused_before_they_start(variable: str, said: str):
+    name, _, value = variable.partition("=")
+    with pytest.raises(PlanError, match=re.escape(said)):
+        check_variables({name: value})
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["GLOO_SOCKET_IFNAME=lo", "TORCH_DISTRIBUTED_DEBUG=info", "TORCH_LOGS=+dynamo,-guards,logging"],
+)
+def test_variables_that_ranks_understand_stay(variable: str):
+    name, _, value = variable.partition("=")
+    check_variables({name: value})

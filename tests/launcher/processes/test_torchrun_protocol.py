@@ -21,7 +21,7 @@ from launcher.checkpoints import is_remembered
 from launcher.processes import torchrun
 from launcher.processes.local import write_outcome
 from launcher.processes.preempted import PreemptedError
-from strategies.errors import DamagedCheckpointError, ModelError, PlanError
+from strategies.errors import DamagedCheckpointError, ModelError, PlanError, RunError
 from tests.launcher.runs import MODEL, read_result
 
 INSIDE = {
@@ -207,6 +207,22 @@ def test_a_defect_on_rank_0_is_a_failed_run(store, tmp_path, monkeypatch):
     assert read_result(tmp_path / "run")["status"] == "failed"
 
 
+def test_what_a_model_of_rank_0_raises_has_no_secret_in_it_and_is_cut(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOME_TOKEN", "b3c2a1f0e9d8")
+
+    def fail(task: dict[str, Any], run_dir: Path) -> None:
+        raise ZeroDivisionError(f"{dict(os.environ)['SOME_TOKEN']} {'x' * 100_000}")
+
+    job(monkeypatch, fail)
+    code, output, errors = lead(*RUN)
+    assert code == 1
+    error = read_result(tmp_path / "run")["error"]
+    assert "failed: ZeroDivisionError: " in error
+    assert len(error) < 5_000
+    assert "b3c2a1f0e9d8" not in output + errors + error
+
+
 def test_signals_are_taken_before_anything_else(store):
     assert torchrun.joins(["cluster=torchrun", "pp=2"])
     for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -237,6 +253,40 @@ def test_what_a_stranger_has_left_in_the_store_ends_nobody(left, store, tmp_path
     other.join(60)
     assert codes == [0]
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("RANK", "x", "RANK=x: expected a whole number, at least 0."),
+        ("RANK", "2", "RANK=2: expected less than WORLD_SIZE=2."),
+        ("WORLD_SIZE", "0", "WORLD_SIZE=0: expected a whole number, at least 1."),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK=-1: expected a whole number, at least 0."),
+        ("MASTER_PORT", "70000", "MASTER_PORT=70000: expected at most 65535."),
+    ],
+)
+def test_variables_that_no_torchrun_has_set_are_refused(name, value, told, store, monkeypatch):
+    monkeypatch.setenv(name, value)
+    code, output, errors = lead(*RUN)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"error: cluster=torchrun with {told} torchrun sets it: try ")
+    assert errors.count("\n") == 1
+
+
+def test_a_store_that_is_lost_is_one_message(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+
+    def lost(_: str) -> str:
+        raise RuntimeError("Failed to recv, got 0 bytes.\nException raised from recvBytes")
+
+    monkeypatch.setattr(store, "get", lost)
+    with pytest.raises(RunError) as raised:
+        torchrun.follow()
+    assert str(raised.value) == (
+        "the store where torchrun's ranks meet, 127.0.0.1:1, was lost by rank 1: Failed to recv, "
+        "got 0 bytes. If rank 0 has ended, its own words say why; else see that MASTER_ADDR and "
+        "MASTER_PORT are those of its node."
+    )
 
 
 def test_a_refusal_is_heard_over_a_stranger(store, tmp_path, monkeypatch):
