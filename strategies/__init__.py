@@ -30,4 +30,6 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(import_module(_HOMES[name]), name)
+    if name == "PipelineStrategy":  # Trainer(strategy=PipelineStrategy) is refused before one is.
+        import_module("strategies.runtime.lightning.last_words").speak_once()
     return found
