@@ -82,6 +82,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return Scheduling(config, log)
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    # The two processes of `-n 2` must give each test one name, whatever second it was collected in.
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # One of several processes that run tests.
         items.sort(key=lambda item: (_fills_the_cores(item.path), FOREIGN in item.nodeid))

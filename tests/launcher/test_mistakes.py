@@ -353,7 +353,7 @@ def test_a_tilde_is_the_users_own_folder(tmp_path, monkeypatch):
 
 
 FORMATS = {
-    "gzip": gzip.compress(b"hello" * 9),
+    "gzip": gzip.compress(b"hello" * 9, mtime=0),
     "zip": b"PK\3\4" + b"a" * 90,
     "parquet": b"PAR1" + b"a" * 90,
     "numpy": b"\x93NUMPY" + b"\0" * 90,
