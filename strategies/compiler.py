@@ -305,7 +305,7 @@ def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
-    rows = schedule.order(shape)
+    rows = schedule.order(shape) if plan.file is not None else _order(schedule, shape)
     if not isinstance(rows, list | tuple) or not all(isinstance(r, list | tuple) for r in rows):
         raise ProgramError(
             f"{schedule.name}: its order is no list of instructions per rank. Return a tuple with "
@@ -313,6 +313,12 @@ def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
         )
     ordered = draft.with_ranks(tuple(map(tuple, rows)))
     return (_for_batch_loss(ordered, plan) if plan.loss_over == "batch" else ordered), durations
+
+
+@lru_cache(maxsize=32)
+def _order(schedule: Schedule, shape: Shape) -> Rows:
+    """Of plans that differ in buckets or policies the order is one."""
+    return schedule.order(shape)
 
 
 def _for_batch_loss(program: Program, plan: Plan) -> Program:
@@ -330,17 +336,16 @@ def _for_batch_loss(program: Program, plan: Plan) -> Program:
 
 
 def _train(compute: Program, plan: Plan) -> Program:
-    """With reductions and optimizer steps, not lowered."""
+    """With reductions and optimizer steps, not lowered; verified once it is, with its messages."""
     stages = compute.placement.num_stages
     buckets = plan.stage_buckets(stages)
     if len(buckets) != stages:
         raise PlanError(f"buckets={list(buckets)}: one number per stage is needed, here {stages}.")
     compute = _paired(compute, plan)
     if plan.loss_over == "batch":
-        compute = verify(add_batch_loss(compute))
-    reduced = verify(add_grad_reduce(compute, buckets, overlap=plan.overlap != "none"))
-    stepped = verify(add_steps(reduced))
-    return verify(add_gathers(stepped, buckets)) if plan.overlap == "zero1" else stepped
+        compute = add_batch_loss(compute)
+    stepped = add_steps(add_grad_reduce(compute, buckets, overlap=plan.overlap != "none"))
+    return add_gathers(stepped, buckets) if plan.overlap == "zero1" else stepped
 
 
 def _paired(compute: Program, plan: Plan) -> Program:
@@ -356,7 +361,7 @@ def _paired(compute: Program, plan: Plan) -> Program:
                 "schedule=eager_1f1b, interleaved_1f1b, zb_v or dualpipe."
             ) from error
     if any(item.halves for row in compute.ranks for item in row) and not _pairs_gain(plan, compute):
-        return verify(separate_pairs(compute))
+        return separate_pairs(compute)
     return compute
 
 
@@ -384,7 +389,7 @@ def _streamed(plan: Plan) -> Programs:
     _refuse_stream(plan, schedule.name)
     lateness = schedule.lateness(shape)
     batch = compile_compute(plan)
-    updates = _train(batch, plan)
+    updates = verify(_train(batch, plan))
     update = Update(
         plan.stage_buckets(batch.placement.num_stages),
         overlap=plan.overlap != "none",
