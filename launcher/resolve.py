@@ -211,9 +211,9 @@ def resolve(
         check_tp(sized, config.tp, sequence_parallel=config.sequence_parallel)
         # What is traced of a model says nothing of experts; the ranks see them.
         if traced is None or elsewhere:
-            check_ep(sized, config.ep, config.tp, dp)
+            check_ep(sized, config.ep, config.tp)
         elif isinstance(shape, HfShape):
-            check_ep(shape, config.ep, config.tp, dp)
+            check_ep(shape, config.ep, config.tp)
     stages = () if opaque else _stages(config, sized, asked.placement)
     loads = _loads(config, sized, stages, recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"

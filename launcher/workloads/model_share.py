@@ -28,19 +28,19 @@ def check_tp(shape: PlannedShape, tp: int, *, sequence_parallel: bool = False) -
         check_transformer_tp(shape, tp, sequence_parallel=sequence_parallel)
 
 
-def check_ep(shape: PlannedShape, ep: int, tp: int = 1, dp: int = 1) -> None:
+def check_ep(shape: PlannedShape, ep: int, tp: int = 1) -> None:
     """Refuses a number of ranks that a model's experts cannot be spread over.
 
     Raises:
         PlanError: It has none, or they do not come out even; or one that is traced has its
-            matrices cut (tp), too; or one of transformers, over replicas (dp).
+            matrices cut (tp), too.
     """
     if ep == 1:
         return
     if isinstance(shape, TracedShape):
         check_traced_ep(shape, ep, tp)
     elif isinstance(shape, HfShape):
-        check_hf_ep(shape, ep, tp, dp)
+        check_hf_ep(shape, ep)
     elif shape.moe is None:
         raise PlanError(
             f"ep={ep} spreads the experts of a model over ranks, and this one has none. Try ep=1, "

@@ -230,7 +230,9 @@ SPREAD = (
             )
         ),
         # The same two ranks have halves of the matrices around experts, and halves of these.
-        ("mixtral", {"dp": 1, "tp": 2, "pp": 1}),
+        ("mixtral", {"dp": 2, "tp": 2, "pp": 1}),
+        pytest.param("mixtral", {"dp": 1, "tp": 2, "pp": 1}, marks=pytest.mark.full),
+        pytest.param("mixtral", {"dp": 2, "tp": 2, "ep": 4, "pp": 1}, marks=pytest.mark.full),
         *(
             pytest.param(family, {"dp": 1, "tp": 2}, marks=pytest.mark.full)
             for family in SPREAD[:7]

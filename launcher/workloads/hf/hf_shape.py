@@ -206,12 +206,11 @@ def check_hf_tp(shape: HfShape, tp: int, *, sequence_parallel: bool = False) -> 
     refuse_tp(tp, sizes)
 
 
-def check_hf_ep(shape: HfShape, ep: int, tp: int, dp: int = 1) -> None:
+def check_hf_ep(shape: HfShape, ep: int) -> None:
     """Refuses what config.json says; whether experts are of a kind that can be spread, ranks see.
 
     Raises:
-        PlanError: It names none, or they do not come out even, or go beyond ranks whose matrices
-            are cut.
+        PlanError: It names none, or they do not come out even.
     """
     found = expert_count(shape.config)
     if found is None:
@@ -220,17 +219,6 @@ def check_hf_ep(shape: HfShape, ep: int, tp: int, dp: int = 1) -> None:
             f"(model_type={shape.model_type}) names none. Try ep=1."
         )
     name, experts = found
-    if tp > 1 and dp > 1:
-        raise PlanError(
-            f"dp={dp} tp={tp} ep={ep}: where matrices of a model of transformers are cut, its "
-            f"experts are spread in one replica only. Try dp=1, or tp=1 ep={ep}, which spreads "
-            "them over replicas."
-        )
-    if tp > 1 and tp % ep:
-        raise PlanError(
-            f"tp={tp} ep={ep}: where matrices of a model of transformers are cut, its experts are "
-            f"spread over the same ranks, so ep divides tp. Try ep={tp}, or tp=1."
-        )
     if experts % ep:
         refuse_ep(ep, experts, f"{name}={experts} of {shape.folder}/{CONFIG}")
 

@@ -80,6 +80,8 @@ class TensorRanks:
         self.size = dist.get_world_size(group)
         self.sequence = sequence
         self.meanwhile: Meanwhile | None = None
+        # Now: in a step its replicas pass for all processes, and each tp_rank's have another store.
+        self._store: Store | None = _get_default_store()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -110,11 +112,10 @@ class TensorRanks:
         Not by a collective, where processes have a store: where one member has failed, others may
         still be in one.
         """
-        known: Store | None = _get_default_store()
-        if known is None:
+        if self._store is None:
             return list(self._gathered(text))
         members = "-".join(map(str, dist.get_process_group_ranks(self._group)))
-        store = PrefixStore(f"told/{members}", known)
+        store = PrefixStore(f"told/{members}", self._store)
         # All members ask as often, over all groups that they have been in.
         number = store.add(str(self.rank), 1)
         store = PrefixStore(f"{number}", store)
