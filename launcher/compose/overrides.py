@@ -59,6 +59,7 @@ def parse_overrides(words: Sequence[str], groups: Groups) -> list[Override]:
     seen: dict[str, Override] = {}
     own = {override.key_or_group for override in parsed if _is_own(override, groups)}
     for override in parsed:
+        _refuse_size_of_folder(override, parsed)
         _check_key(override, groups, own)
         name = override.key_or_group
         if name in seen and name in groups.built_in:
@@ -155,6 +156,22 @@ def _is_own(override: Override, groups: Groups) -> bool:
     if name not in ("model", "data", "optimizer") or override.is_delete():
         return False
     return bool({CLASS, *groups.installed.get(name, ())} & set(_option_names(override)))
+
+
+def _refuse_size_of_folder(override: Override, parsed: Iterable[Override]) -> None:
+    """Others' names of sizes, which model=hf has from a file: keys of ours would not go, either."""
+    name = override.key_or_group
+    meant = meant_key(name)
+    if not name.startswith("model.") or not meant.startswith(" Try model."):
+        return
+    if meant.startswith(" Try model.sequence="):  # the one size that is asked for here
+        return
+    if any(item.key_or_group == "model" and _option_names(item) == ["hf"] for item in parsed):
+        raise PlanError(
+            f"{shorten(name)} is not a key: with model=hf all sizes are those of config.json in "
+            "model.path. Change it there, and add model.pretrained=false where weights of that "
+            "size are to be drawn."
+        )
 
 
 def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None:

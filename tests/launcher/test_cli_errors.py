@@ -187,6 +187,8 @@ FIRST_HOUR = [
     ("model.experts=4 model.expert_ffn=9 tp=2 expert_tp=true", "Try model.expert_ffn=10"),
     ("model.experts=4 tp=2 ep=2 expert_tp=true", "ep=2 does not divide. Try ep=1, or dp=2."),
     ("mode=plan expert_tp=true", "has none. Try expert_tp=false, or model.experts=8."),
+    ("model=hf model.path=little model.config.vocab_size=9", "Change it there, and add"),
+    ("model=hf model.path=little model.seq_length=9", "Try model.sequence=1024."),
     ("model=hf model.path=little tp=2 expert_tp=true", "Try expert_tp=false ep=2, which"),
     ("model.experts=8 dp=3 ep=2", "the 3 ranks that the experts of a stage are spread over"),
     ("model.experts=8 dp=2 ep=2 sequence_parallel=true tp=2", "balance loss"),
