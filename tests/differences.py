@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/replay/path.py",
         "models/replay/stage_run.py",
         "models/replay/cut_module.py",
+        "models/replay/step_paths.py",
         "models/replay/replay_model.py",
         "models/collectives.py",
         "runtime/messages/mailbox.py",

@@ -384,8 +384,12 @@ class StageModel(ABC):
         return None
 
     def decides(self, mode: Mode) -> bool:
-        """Whether the code of an evaluation step has branches, so that batches may differ."""
+        """Whether the code of a step has branches, so that batches may differ."""
         return False
+
+    def way(self, batch: Any, batch_idx: int) -> int | None:
+        """Which way the training step goes for a batch, by its number; None if to no layer."""
+        return 0
 
     def follow_freezing(self) -> None:
         """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""

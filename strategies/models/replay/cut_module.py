@@ -1,13 +1,12 @@
-"""``CutModule``: which paths the steps of an ordinary LightningModule take, and their stages.
+"""``CutModule``: an ordinary LightningModule, divided into stages by the paths of its steps.
 
-A step is probed when it runs for the first time: the first one decides where stages begin and end,
-all others follow these cuts. Each stage has the parameters that its part of any path uses.
+Each stage has the parameters that its part of any path uses; which paths there are, and what layers
+each calls, is for ``step_paths``.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -20,28 +19,22 @@ from strategies.errors import ModelError
 from strategies.models.nested import structure
 from strategies.models.replay.gate import (
     compiled_above,
-    has_branches,
     has_compiled,
 )
-from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import (
     Layout,
     first_layout,
-    follow_layout,
     group_calls,
-    same_layout,
 )
 from strategies.models.replay.path import Boundary, Call, Cut, ParameterTable, Path
-from strategies.models.replay.probing import Probed, batch_device, probe_path, probe_units
-from strategies.models.replay.rows.value_plan import THROUGH, ValuePlan, Values
-from strategies.models.replay.rows.whole_values import Dealer, Step, Where
+from strategies.models.replay.probing import Probed, batch_device, probe_units
+from strategies.models.replay.rows.whole_values import Dealer, Step
+from strategies.models.replay.step_paths import FollowedSteps, refuse_left
 from strategies.models.replay.unit_search import select_units
 from strategies.models.stage_model import (
     STEP_NAMES,
     Mode,
-    NoLayersError,
     Search,
-    StageModel,
     Unit,
 )
 
@@ -63,21 +56,14 @@ class Example:
     around: Callable[[], AbstractContextManager[Any]]
 
 
-class CutModule(StageModel):
+class CutModule(FollowedSteps):
     """A LightningModule cut by the paths of its steps; ``probe`` builds it."""
 
     def __init__(self, module: LightningModule, first: Step, probed: Probed) -> None:
-        self._module = module
-        self._units = probed.units
+        super().__init__(module, first, probed)
         self._modules = list(probed.units.values())
         self._by_name = dict(module.named_modules(remove_duplicate=False))
-        self._table = probed.table
-        self._first = first
-        self._paths: dict[Step, Path] = {self._first: probed.path}
-        self._caches: dict[Step, dict[Hashable, Outcome]] = {self._first: probed.cache}
         self._groups = group_calls(probed.path)
-        self._layouts: dict[Step, Layout] = {}
-        self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
         self._compiled = has_compiled()
         above = compiled_above(module, self._modules) if self._compiled else []
@@ -86,11 +72,7 @@ class CutModule(StageModel):
                 f"{', '.join(above)}: compiled as a whole, which a pipeline cuts between layers. "
                 "So the layers run uncompiled. Compile them one by one, or use compile=True."
             )
-        self._dealer = Dealer(self.values, self._num_calls)
         self._trains = True
-        self._decides: dict[Mode, bool] = {}  # whether a step has branches
-        self._trails: dict[Step, list[int | str]] = {}  # of the first batches of those that have
-        self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
         self._example: Example | None = None
         self._sharding: PlanSharding | None = None
 
@@ -176,54 +158,6 @@ class CutModule(StageModel):
         model._dealer = dealer
         return model
 
-    def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
-        """Finds the path of a step, and what each stage has of it.
-
-        Raises:
-            ModelError: It cannot be cut, or its layers do not run in the order of the stages.
-        """
-        self._path(which, batch, batch_idx, dataloader_idx)
-
-    def refusal(
-        self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None
-    ) -> ModelError | None:
-        which: Step = (mode, dataloader_idx or 0, structure(batch))
-        try:
-            self.follow(which, batch, batch_idx, dataloader_idx)
-        except ModelError as error:
-            return error
-        if not self._paths[which].calls:  # Another batch may come to layers.
-            del self._layouts[which], self._paths[which], self._caches[which]
-            return NoLayersError(f"{STEP_NAMES[mode]} calls no layer for this batch.")
-        return self._straying(which, batch, (batch_idx, dataloader_idx))
-
-    def decides(self, mode: Mode) -> bool:
-        if mode not in self._decides:
-            self._decides[mode] = has_branches(self._module, STEP_NAMES[mode])
-        return self._decides[mode]
-
-    def _straying(self, which: Step, batch: Any, where: Where) -> ModelError | None:
-        """Why a batch cannot go the way of the first one: it comes to other layers, or to none."""
-        if not self.decides(which[0]):
-            return None
-        self._dealer.clear()
-        try:
-            run = self.values(which, batch, where, THROUGH, False)
-        except ModelError as error:
-            return error
-        last = max((i for i, word in enumerate(run.trail) if isinstance(word, int)), default=-1)
-        trail = run.trail[: last + 1]
-        known = self._trails.setdefault(which, trail)
-        if trail == known:
-            return None
-        step = STEP_NAMES[which[0]]
-        if not trail:
-            return NoLayersError(f"{step} calls no layer for this batch.")
-        return ModelError(
-            f"{step} runs other layers for some batches than for the first. Use the same layers "
-            "for every batch, or pp=1."
-        )
-
     @property
     def trains(self) -> bool:
         return self._trains
@@ -252,7 +186,7 @@ class CutModule(StageModel):
             path, self._groups, stages, self._table.names, STEP_NAMES[self._first[0]]
         )
         if len(owned) < len(stages):
-            _refuse_left(path, STEP_NAMES[self._first[0]])
+            refuse_left(path, STEP_NAMES[self._first[0]])
         self._layouts = {self._first: layout}
         self._owned = frozenset(owned)
         kept = {name for stage in owned for name in layout.parameters[stage]}
@@ -301,9 +235,6 @@ class CutModule(StageModel):
     @property
     def dealer(self) -> Dealer:
         return self._dealer
-
-    def _num_calls(self, which: Step, batch: Any, where: Where) -> int:
-        return len(self._path(which, batch, *where).calls)
 
     def last_place(self, mode: Mode) -> tuple[int, int] | None:
         places = [o.cuts[-1][0].position for key, o in self._layouts.items() if key[0] == mode]
@@ -369,9 +300,6 @@ class CutModule(StageModel):
                 found.setdefault(name, stage)
         return found
 
-    def follow_freezing(self) -> None:
-        self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
-
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
         return self._layouts[self._first].skips
@@ -381,51 +309,6 @@ class CutModule(StageModel):
         layout = next(found for key, found in self._layouts.items() if key[0] == mode)
         leave = layout.cuts[stage][1]
         return () if leave is None else leave.tensors
-
-    def _path(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Path:
-        """The path of a step; probed when the step runs for the first time."""
-        if which in self._frozen_anew:
-            self._probe_again(which, batch, batch_idx, dataloader_idx)
-        if which in self._layouts:
-            return self._paths[which]
-        mode = which[0]
-        path, cache = self._paths.get(which), self._caches.get(which, {})
-        if path is None:
-            path = probe_path(
-                self._module,
-                self._units,
-                self._table,
-                mode,
-                batch,
-                batch_idx,
-                cache,
-                dataloader_idx=dataloader_idx,
-            )
-        layout = self._layouts[self._first]
-        if mode != "train" and len(self._owned) < len(layout.cuts):
-            _refuse_left(path, STEP_NAMES[mode])
-        self._layouts[which] = follow_layout(path, layout, STEP_NAMES[mode])
-        self._paths[which], self._caches[which] = path, cache
-        return path
-
-    def _probe_again(
-        self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None
-    ) -> None:
-        """Finds anew which tensors between the stages, cut as they are, need a gradient."""
-        cache: dict[Hashable, Outcome] = {}
-        path = probe_path(
-            self._module,
-            self._units,
-            self._table,
-            which[0],
-            batch,
-            batch_idx,
-            cache,
-            dataloader_idx=dataloader_idx,
-        )
-        self._layouts[which] = same_layout(path, self._layouts[which], STEP_NAMES[which[0]])
-        self._paths[which], self._caches[which] = path, cache
-        self._frozen_anew.discard(which)
 
     def refuse_stages(self, count: int) -> None:
         reasons = sorted({cut for cut in self._paths[self._first].cuts if isinstance(cut, str)})
@@ -451,26 +334,3 @@ class CutModule(StageModel):
             assert stage.start == position or not stage, f"stages are not contiguous: {stages}"
             position = max(position, stage.stop)
         assert position == num_units, f"stages cover {position} of {num_units} units"
-
-    @abstractmethod
-    def values(
-        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
-    ) -> Values:
-        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
-
-
-def _refuse_left(path: Path, step: str) -> None:
-    """Refuses attributes that hooks may read on all ranks, and that the last stage lacks.
-
-    What a step leaves is made once for the batch, from what crosses the cut behind its last layer.
-    """
-    end = path.cuts[-1]
-    there = {boundary.key for boundary in end.tensors} if isinstance(end, Cut) else set()
-    for name, key in path.left:
-        if key not in there:
-            raise ModelError(
-                f"{step} leaves in self.{name} a value from before its last layer, of another "
-                "stage, and hooks may read that on all ranks. Keep what the last layer gives, "
-                "append what others give to a list, or log it. What goes on from batch to batch "
-                "through layers (the hidden state of an LSTM) needs pp=1."
-            )

@@ -12,7 +12,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dis import get_instructions
 from types import CodeType
@@ -113,7 +113,11 @@ def call_step(
     batch_idx: int,
     dataloader_idx: int | None = None,
 ) -> Any:
-    """Calls the user's step of ``mode`` with the arguments that Lightning gives it."""
+    """Calls the user's step of ``mode`` with the arguments that Lightning gives it.
+
+    ``dataloader_idx`` is the evaluation loader's; of a training step it says which way it goes, and
+    the step is not told.
+    """
     step = getattr(module, STEP_NAMES[mode])
     if "dataloader_iter" in inspect.signature(step).parameters:
         raise ModelError(
@@ -122,7 +126,9 @@ def call_step(
         )
     arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
     with _versions_counted():
-        return step(*arguments) if dataloader_idx is None else step(*arguments, dataloader_idx)
+        if dataloader_idx is None or mode == "train":
+            return step(*arguments)
+        return step(*arguments, dataloader_idx)
 
 
 STEP_FRAME = call_step.__code__
@@ -156,13 +162,23 @@ def takes_batch_idx(step: Callable[..., Any]) -> bool:
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
-def has_branches(module: LightningModule, name: str) -> bool:
-    """Whether a method, or one of the module's own that it names, may go one way or another."""
-    todo, seen = [name], set()
+def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bool:
+    """Whether a method may go one way or another, so that it does not always call the same layers.
+
+    That is looked for in its code, in the forwards of what holds the ``units``, and in the methods
+    of the same object that either names. Torch's own classes and transformers' do not count: what
+    they choose by is their configuration.
+    """
+    above = {unit[:end] for unit in units for end in range(len(unit)) if unit[end] == "."}
+    holders = [module.get_submodule(each) for each in sorted(above)]
+    todo: list[tuple[nn.Module, str]] = [(module, name)]
+    todo += [(each, "forward") for each in holders if not _from_library(type(each))]
+    seen: set[CodeType] = set()
     while todo:
-        name = todo.pop()
-        function = inspect.unwrap(getattr(getattr(module, name), "__func__", None) or len)
-        code = getattr(function, "__code__", None)
+        owner, name = todo.pop()
+        found: Any = inspect.getattr_static(owner, name, None)
+        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        code = getattr(inspect.unwrap(found) if callable(found) else None, "__code__", None)
         if code is None or code in seen:
             continue
         seen.add(code)
@@ -176,9 +192,15 @@ def has_branches(module: LightningModule, name: str) -> bool:
                 return True
             words.update(part.co_names)
             parts += [each for each in part.co_consts if isinstance(each, CodeType)]
-        own = type(module).__mro__[: type(module).__mro__.index(LightningModule)]
-        todo += [word for word in words if any(word in vars(kind) for kind in own)]
+        own = [kind for kind in type(owner).__mro__ if not _from_library(kind)]
+        todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
     return False
+
+
+def _from_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in (
+        "builtins", "lightning", "pytorch_lightning", "torch", "transformers",
+    )  # fmt: skip
 
 
 def _gate(index: int, forward: Function) -> Callable[..., Any]:

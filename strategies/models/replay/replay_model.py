@@ -274,6 +274,7 @@ class ReplayModel(CutModule):
                 run.begin()
                 try:
                     call_step(self._module, which[0], batch, *where)
+                    run.values.returned = True
                 except PipelineError:
                     raise
                 except Exception as error:

@@ -133,6 +133,7 @@ class RankPasses(RankWeights):
         bulletin = self._world_bulletin if joins else self._bulletin
         carries = options.mode in self.whole.carried
         rows = count_rows(batch, loaders)
+        way = options.dataloader_idx or 0
         whole = Whole()
         self.whole.begin(batch, microbatches, options)
 
@@ -159,7 +160,7 @@ class RankPasses(RankWeights):
                     said = {**(said or {}), "drawn": whole.generators.written()}
                 times = self._times(previous)
                 stops = stream is not None and stream.asked_to_stop
-                bulletin.post([mark(), value, logs(), times, said, rows, stops])
+                bulletin.post([mark(), value, logs(), times, said, rows, stops, way])
 
             shares.append(share)
             if not self._runs_ahead:
@@ -206,6 +207,7 @@ class RankPasses(RankWeights):
                 # Without an optimizer step the pass ends here; only training steps are kept.
                 self.recorder.finish(keep=False)
             self._check_same([answer[0] for answer in answers])
+            self._check_ways([answer[7] for answer in answers])
             self._note([answer[3] for answer in answers])
             said = next((answer[4] for answer in answers if answer[4] is not None), None)
             self.mirror.take(said)
@@ -334,6 +336,14 @@ class RankPasses(RankWeights):
                 f"{listing}). The data order must not depend on the global random state: give the "
                 "loader a seeded generator or sampler, or set check_batches=False if the batches "
                 "differ on purpose."
+            )
+
+    def _check_ways(self, ways: list[int]) -> None:
+        if len(set(ways)) > 1:
+            raise ModelError(
+                "training_step called other layers on some ranks of the pipeline than on others. "
+                "Let what it calls depend on the batch, its number and the epoch alone, which all "
+                "ranks see alike, or use pp=1."
             )
 
     def _last_step(self) -> StepRecord | None:

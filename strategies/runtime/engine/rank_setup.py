@@ -201,6 +201,8 @@ class RankSetup:
         )
         self._trained: tuple[bool, ...] = ()
         self._compared = False
+        self._ways: set[int] = set()  # of the training step that all ranks know of, but the first
+        self._silence_s = min(60.0, options.timeout_s)
         self._short_told = False
         self._joined_steps: set[str] = set()  # whose rows are known
         self._uncut: dict[Hashable, ModelError | None] = {}  # steps of evaluation, and why

@@ -92,6 +92,7 @@ class WholeBatch:
         self.mixed: str | None = None
         self.uneven: tuple[str, ...] = ()
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
+        self._tried: set[tuple[Mode, frozenset[str]]] = set()  # for which names that are logged
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
 
@@ -124,7 +125,10 @@ class WholeBatch:
         self._bytes = 0
         self._output = None
         mode: Mode = options.mode
-        self._tries = self._linear.get(mode) is None
+        # Another batch may log what the first one has not.
+        self._tries = self._linear.get(mode, True) and (
+            mode not in self._linear or self._model.decides(mode)
+        )
 
     def around(self, stage: int) -> AbstractContextManager[None]:
         """Around a forward."""
@@ -196,6 +200,10 @@ class WholeBatch:
             self._compares = False
             self.unlike = self._compare(batch, microbatches, options, ends, loss)
         tries = self._tries and not self._needed and len(ends) == len(microbatches)
+        logged = mode, frozenset(entry.call.name for entry in plain)
+        tries = tries and logged not in self._tried
+        if tries:
+            self._tried.add(logged)
         if not self._needed and not tries:
             return Whole(), plain
         if tries and not self._is_worth_a_trial(plain, loss, mode):
@@ -241,7 +249,7 @@ class WholeBatch:
             return Whole(refusal=self._draws(mode)), plain
         trusted = agrees and not drew
         calls = [call for call in output.logs if trusted or call.metric is not None]
-        if self._linear.get(mode) is None:
+        if tries or mode not in self._linear:
             self._linear[mode] = not trusted or _means_are_right(calls, plain, self._last)
         if not self._needed and self._linear[mode]:
             self.state.take_back()

@@ -72,6 +72,11 @@ class WholeDraws:
         """Whether what a step draws counts for all that draws after it."""
         return not self._seeded
 
+    def stand(self, seed: int) -> None:
+        """Puts the generators where a step with this seed draws from."""
+        if self._seeded:
+            seed_all(seed - self._where.dp_rank)
+
     def look(
         self,
         batch: Any,

@@ -58,6 +58,7 @@ class Values:
         trail: The layers, by index, and the operations on values of theirs, in order.
         end: Where the run ended.
         failed: What the step raised there.
+        returned: Whether the step came to its return.
     """
 
     at: dict[Point, Tensor] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Values:
     trail: list[int | str] = field(default_factory=list)
     end: Position = (0, 0)
     failed: Exception | None = None
+    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

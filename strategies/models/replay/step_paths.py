@@ -1,0 +1,207 @@
+"""``FollowedSteps``: the path that each step of a cut module takes.
+
+The first probe decides where stages begin and end. The step of another mode, of another kind of
+batch, or another way through a step that has branches, is probed when it comes, and its layers run
+on the stages that have them. Ways are told apart by runs without layers, before each batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from strategies.errors import ModelError
+from strategies.models.nested import structure
+from strategies.models.replay.gate import has_branches
+from strategies.models.replay.inference import Outcome
+from strategies.models.replay.layout import Layout, follow_layout, same_layout
+from strategies.models.replay.path import Cut, ParameterTable, Path
+from strategies.models.replay.probing import Probed, probe_path
+from strategies.models.replay.rows.value_plan import THROUGH, ValuePlan, Values
+from strategies.models.replay.rows.whole_values import Dealer, Step, Where
+from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel
+
+# Layers by index, and the names of operations on their values, in order.
+Trail = list[int | str]
+
+
+class FollowedSteps(StageModel):
+    """Knows, by mode, loader or way, and structure of the batch, which layers a step calls."""
+
+    def __init__(self, module: LightningModule, first: Step, probed: Probed) -> None:
+        self._module = module
+        self._units: dict[str, nn.Module] = probed.units
+        self._table: ParameterTable = probed.table
+        self._first = first
+        self._paths: dict[Step, Path] = {first: probed.path}
+        self._caches: dict[Step, dict[Hashable, Outcome]] = {first: probed.cache}
+        self._layouts: dict[Step, Layout] = {}
+        self._owned: frozenset[int] = frozenset()
+        self._dealer = Dealer(self.values, self._num_calls)
+        self._decides: dict[Mode, bool] = {}  # whether a step has branches
+        self._trails: dict[Step, Trail] = {}  # of the first batches of those that have
+        self._ways: dict[Step, list[Trail]] = {}  # of training steps that have, by number
+        self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
+
+    def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
+        """Finds the path of a step, and what each stage has of it.
+
+        Raises:
+            ModelError: It cannot be cut, or its layers do not run in the order of the stages.
+        """
+        self._path(which, batch, batch_idx, dataloader_idx)
+
+    def refusal(
+        self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None
+    ) -> ModelError | None:
+        which: Step = (mode, dataloader_idx or 0, structure(batch))
+        try:
+            self.follow(which, batch, batch_idx, dataloader_idx)
+        except ModelError as error:
+            return error
+        if not self._paths[which].calls:  # Another batch may come to layers.
+            del self._layouts[which], self._paths[which], self._caches[which]
+            return NoLayersError(f"{STEP_NAMES[mode]} calls no layer for this batch.")
+        return self._straying(which, batch, (batch_idx, dataloader_idx))
+
+    def decides(self, mode: Mode) -> bool:
+        if mode not in self._decides:
+            self._decides[mode] = has_branches(self._module, STEP_NAMES[mode], self._units)
+        return self._decides[mode]
+
+    def _straying(self, which: Step, batch: Any, where: Where) -> ModelError | None:
+        """Why a batch cannot go the way of the first one: it comes to other layers, or to none."""
+        if not self.decides(which[0]):
+            return None
+        self._dealer.clear()
+        try:
+            run = self.values(which, batch, where, THROUGH, False)
+        except ModelError as error:
+            return error
+        trail = _to_last_layer(run.trail)
+        known = self._trails.setdefault(which, trail)
+        if trail == known:
+            return None
+        step = STEP_NAMES[which[0]]
+        if not trail:
+            return NoLayersError(f"{step} calls no layer for this batch.")
+        return ModelError(
+            f"{step} runs other layers for some batches than for the first. Use the same layers "
+            "for every batch, or pp=1."
+        )
+
+    def way(self, batch: Any, batch_idx: int) -> int | None:
+        """Which way the training step goes: the same layers, and operations between them.
+
+        The first one is the probe's. Another one (a loss that joins in later, a layer that is left
+        out for a while) is probed like the step of another kind of batch.
+        """
+        which: Step = ("train", 0, structure(batch))
+        frozen_anew = which in self._frozen_anew
+        self._frozen_anew.discard(which)  # That way is probed again when it is gone.
+        path = self._path(which, batch, batch_idx, None)
+        self._dealer.clear()
+        run = self.values(which, batch, (batch_idx, None), THROUGH, False)
+        if frozen_anew:
+            self._frozen_anew.add(which)
+        trail = _to_last_layer(run.trail)
+        known = self._ways.setdefault(which, [_trail_of(path)])
+        if not run.returned:  # It looks at a layer's value, and what follows is not known.
+            began = [number for number, way in enumerate(known) if way[: len(trail)] == trail]
+            if began or run.failed is not None:
+                return began[0] if began else 0
+        if not trail:
+            return None
+        if trail not in known:
+            known.append(trail)
+        return known.index(trail)
+
+    def follow_freezing(self) -> None:
+        self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
+
+    def _num_calls(self, which: Step, batch: Any, where: Where) -> int:
+        return len(self._path(which, batch, *where).calls)
+
+    def _path(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Path:
+        """The path of a step; probed when the step runs for the first time."""
+        if which in self._frozen_anew:
+            self._probe_again(which, batch, batch_idx, dataloader_idx)
+        if which in self._layouts:
+            return self._paths[which]
+        mode = which[0]
+        path, cache = self._paths.get(which), self._caches.get(which, {})
+        if path is None:
+            path = probe_path(
+                self._module,
+                self._units,
+                self._table,
+                mode,
+                batch,
+                batch_idx,
+                cache,
+                dataloader_idx=dataloader_idx,
+            )
+        layout = self._layouts[self._first]
+        if which != self._first and len(self._owned) < len(layout.cuts):
+            refuse_left(path, STEP_NAMES[mode])
+        self._layouts[which] = follow_layout(path, layout, STEP_NAMES[mode])
+        self._paths[which], self._caches[which] = path, cache
+        return path
+
+    def _probe_again(
+        self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None
+    ) -> None:
+        """Finds anew which tensors between the stages, cut as they are, need a gradient."""
+        cache: dict[Hashable, Outcome] = {}
+        path = probe_path(
+            self._module,
+            self._units,
+            self._table,
+            which[0],
+            batch,
+            batch_idx,
+            cache,
+            dataloader_idx=dataloader_idx,
+        )
+        self._layouts[which] = same_layout(path, self._layouts[which], STEP_NAMES[which[0]])
+        self._paths[which], self._caches[which] = path, cache
+        self._frozen_anew.discard(which)
+
+    @abstractmethod
+    def values(
+        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
+    ) -> Values:
+        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
+
+
+def _to_last_layer(trail: Trail) -> Trail:
+    last = max((i for i, word in enumerate(trail) if isinstance(word, int)), default=-1)
+    return trail[: last + 1]
+
+
+def _trail_of(path: Path) -> Trail:
+    trail: Trail = []
+    for events, call in zip(path.events, path.calls, strict=False):
+        trail += [*(event.name for event in events), call.unit]
+    return trail
+
+
+def refuse_left(path: Path, step: str) -> None:
+    """Refuses attributes that hooks may read on all ranks, and that the last stage lacks.
+
+    What a step leaves is made once for the batch, from what crosses the cut behind its last layer.
+    """
+    end = path.cuts[-1]
+    there = {boundary.key for boundary in end.tensors} if isinstance(end, Cut) else set()
+    for name, key in path.left:
+        if key not in there:
+            raise ModelError(
+                f"{step} leaves in self.{name} a value from before its last layer, of another "
+                "stage, and hooks may read that on all ranks. Keep what the last layer gives, "
+                "append what others give to a list, or log it. What goes on from batch to batch "
+                "through layers (the hidden state of an LSTM) needs pp=1."
+            )

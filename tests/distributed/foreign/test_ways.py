@@ -1,0 +1,177 @@
+"""Steps that call other layers from some epoch on, or for some batches: each way has its path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, mse_loss
+
+from tests.distributed.foreign.comparison import LAYOUTS, Net, equal_to_stock, spread, train
+from tests.distributed.pool import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class Adam(Net):
+    """Whose state tells a gradient of zeros from none."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class LossLater(Adam):
+    """A second loss, over another head, from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch[0])
+        loss = cross_entropy(self.head(hidden), batch[1])
+        if self.current_epoch > 0:
+            loss = loss + mse_loss(self.other(hidden), batch[0])
+            self.log("second", loss)
+        return loss
+
+
+class MiddleLeftOut(Adam):
+    """Some layers are left out for every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = batch[0]
+        for index, layer in enumerate(self.net):
+            if batch_idx % 2 and index in (2, 3):
+                continue
+            hidden = layer(hidden)
+        return cross_entropy(self.head(hidden), batch[1])
+
+
+class OtherOperations(Adam):
+    """The same layers, with other operations between them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        hidden = hidden * 2 if self.global_step >= 2 else torch.sin(hidden) + hidden
+        return cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+
+
+class LogsNowAndThen(Adam):
+    """A number that is no mean, and not logged for the first batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        if batch_idx == 2:
+            self.log("spread", logits.std())
+        return cross_entropy(logits, batch[1])
+
+
+class Body(torch.nn.Module):
+    """A switch inside of a submodule that holds layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.short = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.short and index == 1:
+                continue
+            x = layer(x).tanh()
+        return x
+
+
+class Switched(Adam):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Body()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.short = batch_idx % 3 == 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net.short = batch_idx == 1
+        logits = self(batch[0])
+        self.log("validated", cross_entropy(logits, batch[1]))
+        self.net.short = False
+
+
+class ByContents(Adam):
+    """What the batch has decides, and all of its rows have it alike."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        if batch[0].shape[1] == 8 and int(batch[1].numel()) and batch_idx in (1, 2):
+            hidden = self.net[4](hidden)
+        return cross_entropy(self.head(self.net[5:](hidden)), batch[1])
+
+
+class Frozen(Adam):
+    """Layers without gradients for a while, and another way at the same time."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        if self.current_epoch > 0:
+            hidden = self.net[4](hidden)
+        return cross_entropy(self.head(self.net[6:](hidden)), batch[1])
+
+
+@spread([LossLater, MiddleLeftOut, OtherOperations, LogsNowAndThen, Switched, ByContents, Frozen])
+def test_each_way_trains_as_under_stock_lightning(
+    ranks: Callable[[int], Ranks], case: Any, layout: str
+) -> None:
+    equal_to_stock(ranks, case, layout, max_epochs=3)
+
+
+# -- what cannot be followed is said when it happens -----------------------------------------------
+
+
+class NoLayers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class LeftOutByRank(Net):
+    """``trainer.strategy`` knows ranks of the pipeline, which a step must not go by."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        if batch_idx < 2 or self.trainer.strategy.coordinates.pp_rank == 0:
+            hidden = self.net[4](hidden)
+        return cross_entropy(self.head(self.net[5:](hidden)), batch[1])
+
+
+class OtherOrder(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = batch[0]
+        layers = list(self.net)
+        for layer in reversed(layers) if batch_idx else layers:
+            hidden = layer(hidden)
+        return cross_entropy(self.head(hidden), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (NoLayers, "training_step calls no layer for batch 2, .* in the loader"),
+        (LeftOutByRank, "other layers than before for batch 2, and not on all ranks"),
+        (OtherOrder, "must run the layers in the same order"),
+    ],
+)
+def test_a_way_that_cannot_be_followed_is_refused_when_it_comes(
+    ranks: Callable[[int], Ranks], case: Any, words: str
+) -> None:
+    name = f"{case.__module__}:{case.__qualname__}"
+    with pytest.raises(AssertionError, match=words):
+        ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"] | {"timeout_s": 5})
