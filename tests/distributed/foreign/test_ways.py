@@ -125,11 +125,64 @@ class Frozen(Adam):
         return cross_entropy(self.head(self.net[6:](hidden)), batch[1])
 
 
-@spread([LossLater, MiddleLeftOut, OtherOperations, LogsNowAndThen, Switched, ByContents, Frozen])
+class HeadBetween(Adam):
+    """A loss before the last layers, for every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        loss = cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+        if batch_idx % 2 == 0:
+            loss = loss + 0.3 * cross_entropy(self.between(hidden), batch[1])
+        return loss
+
+
+class Counted(Adam):
+    """What decides is counted up by the step itself, or set by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.on = 0, False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.on = batch_idx == 3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count += 1
+        hidden = self.net[:4](batch[0])
+        if self.count > 5 or self.on:
+            hidden = hidden + self.net[4](hidden)
+        return cross_entropy(self.head(self.net[5:](hidden)), batch[1])
+
+
+@spread(
+    [LossLater, MiddleLeftOut, OtherOperations, Switched, HeadBetween, Counted, LogsNowAndThen],
+    seldom=[ByContents, Frozen],
+)
 def test_each_way_trains_as_under_stock_lightning(
     ranks: Callable[[int], Ranks], case: Any, layout: str
 ) -> None:
     equal_to_stock(ranks, case, layout, max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ({"overlap": "zero1"}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+        pytest.param({"recompute": "full"}, {}, marks=pytest.mark.full),
+        pytest.param({"recompute": "selective", "overlap": "none"}, {}, marks=pytest.mark.full),
+        pytest.param(
+            {"schedule": "interleaved_1f1b", "stages_per_rank": 2}, {}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_ways_beside_other_options(
+    ranks: Callable[[int], Ranks], strategy: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    equal_to_stock(ranks, MiddleLeftOut, "1f1b-dp2", strategy=strategy, max_epochs=2, **trainer)
 
 
 # -- what cannot be followed is said when it happens -----------------------------------------------
