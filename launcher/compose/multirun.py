@@ -32,6 +32,7 @@ from launcher.config import LaunchConfig
 from launcher.config.key import shorten
 from launcher.report.sweep.files import report_so_far, report_sweep
 from launcher.report.sweep.sweep_jobs import (
+    OWN_FILES,
     Stamps,
     Sweep,
     SweepJob,
@@ -213,7 +214,8 @@ def check_subdirs(composed: Sequence[DictConfig], *, searched: bool) -> None:
     known, so that only the job's number can tell its folders apart.
 
     Raises:
-        PlanError: Two jobs would have one folder, one would lie outside, or its name is no name.
+        PlanError: Two jobs would have one folder, one would lie outside or be a file of the sweep's
+            own, or its name is no name.
     """
     fix = (
         "Try it without hydra.sweep.subdir, which numbers the jobs, or with "
@@ -234,6 +236,8 @@ def check_subdirs(composed: Sequence[DictConfig], *, searched: bool) -> None:
         place = os.path.normpath(subdir)
         if os.path.isabs(place) or place.split(os.sep)[0] == os.pardir:
             raise PlanError(f"{named} lies outside of the sweep's folder. {fix}")
+        if (first := place.split(os.sep)[0]) in OWN_FILES:
+            raise PlanError(f"{named}: {first} is a file that the sweep itself writes. {fix}")
         if place in jobs:
             raise PlanError(
                 f"{named} is the folder of job {jobs[place]} as well, whose files it "

@@ -187,6 +187,8 @@ def test_folders_may_have_any_name(tmp_path, monkeypatch):
         (["pp=2,4", "../${hydra.job.num}"], "=../0 of job 0 lies outside"),
         (["pp=2,4", "a/../../${hydra.job.num}"], "=a/../../0 of job 0 lies outside"),
         (["pp=2", "/tmp/x"], "=/tmp/x of job 0 lies outside"),
+        (["pp=2", "sweep.json"], "of job 0: sweep.json is a file that the sweep itself writes"),
+        (["pp=2,4", "jobs.json/${pp}"], "jobs.json is a file that the sweep itself writes"),
         (["pp=2,4", "${nothing}"], "cannot be resolved: Interpolation key 'nothing' not found"),
         (["pp=2,4", "'${oc.env:\"SOME_TOKEN\"}${pp}'"], "reads a credential from the environment"),
         (["pp=2,4", "'${oc.env:NAME}${pp}'"], "a line break"),

@@ -195,6 +195,10 @@ def override_values(words: Sequence[str]) -> dict[str, str]:
 # ``jobs.json``: which jobs a sweep consists of, for whoever compares them later.
 
 RECORD = "jobs.json"
+# What a sweep writes into its folder, beside the jobs' folders.
+OWN_FILES = frozenset(
+    {RECORD, "multirun.yaml", "sweep.csv", "sweep.html", "sweep.json", "sweep.png"}
+)
 _MOST_BYTES = 1 << 26
 _MOST_SECONDS = 1e11
 
