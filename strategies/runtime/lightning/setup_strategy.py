@@ -216,6 +216,12 @@ class SetupStrategy(UpdatingStrategy):
             },
             what="programs",
         )
+        owned: dict[str, str] = {}
+        for stage in self._engine.owned:
+            names = [name for name, _ in model.stage_parameters(stage)]
+            owned |= fingerprint.stage_print(stage, names)
+        # Replicas of a stage add up gradients, and have looked at batches of their own.
+        compare(owned, what="stages", partial=True)
         self.model_to_device()
         self._synchronise(module)
         self._note_cut()

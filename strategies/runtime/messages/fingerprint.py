@@ -172,6 +172,12 @@ def program_print(program: Program) -> str:
     return _hash(f"{places}\n{program.role}\n{format_rows(program.ranks)}")
 
 
+def stage_print(stage: int, names: Sequence[str]) -> dict[str, str]:
+    """Which weights a rank has found for a stage: a step may come to others on another replica."""
+    ends = f", {names[0]} to {names[-1]}" if names else ""
+    return {f"weights of stage {stage}": f"{len(names)}{ends} #{_hash(' '.join(names))}"}
+
+
 def compare(own: Print, *, what: str, partial: bool = False) -> None:
     """Lays this rank's print beside those of all others; collective over all processes.
 

@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.foreign.comparison import LAYOUTS, Net, equal_to_stock, spread, train
+from tests.distributed.foreign.comparison import (
+    BATCH,
+    LAYOUTS,
+    TOLERANCE,
+    Net,
+    equal_to_stock,
+    examples,
+    spread,
+    train,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -228,3 +238,57 @@ def test_a_way_that_cannot_be_followed_is_refused_when_it_comes(
     name = f"{case.__module__}:{case.__qualname__}"
     with pytest.raises(AssertionError, match=words):
         ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"] | {"timeout_s": 5})
+
+
+# -- replicas ----------------------------------------------------------------------------------
+
+
+class ByKind(Adam):
+    """What kind of rows a batch has decides, and replicas have batches of different kinds."""
+
+    def loaders(self, replicas: int) -> DataLoader[Any]:
+        x, y = examples().dataset.tensors  # type: ignore[attr-defined]
+        x = x.clone()
+        for row in range(len(x)):
+            x[row, 0] = float((row // (2 * BATCH) + row % 2) % 2)  # the sampler deals rows by turns
+        return DataLoader(TensorDataset(x, y), batch_size=BATCH * replicas)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        if batch[0][0, 0] > 0.5:
+            hidden = self.net[4](hidden)
+        return cross_entropy(self.head(self.net[5:](hidden)), batch[1])
+
+
+@pytest.mark.parametrize("overlap", ["zero1", pytest.param("none", marks=pytest.mark.full)])
+def test_replicas_may_go_different_ways(ranks: Callable[[int], Ranks], overlap: str) -> None:
+    """The mean over replicas; a layer that only one of them calls gets half of its gradient."""
+    module = ByKind().double()
+    optimizer = module.configure_optimizers()
+    for x, y in module.loaders(2):
+        optimizer.zero_grad()
+        for replica in range(2):
+            loss = module.training_step((x[replica::2], y[replica::2]), 0)
+            (loss / 2).backward()
+        optimizer.step()
+    name = f"{ByKind.__module__}:{ByKind.__qualname__}"
+    strategy = LAYOUTS["zb_v-dp2"] | {"overlap": overlap}
+    for fitted in ranks(4).run(train, case=name, strategy=strategy):
+        for key, value in module.named_parameters():
+            assert torch.allclose(fitted.weights[key], value, rtol=0, atol=TOLERANCE), key
+
+
+class ByNumberOfReplica(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        alone = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        hidden = self.net[:4](batch[0])
+        hidden = self.net[4](hidden) if alone else hidden
+        return cross_entropy(self.head(self.net[5:](hidden)), batch[1])
+
+
+def test_replicas_that_begin_differently_are_refused_before_the_first_step(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    name = f"{ByNumberOfReplica.__module__}:{ByNumberOfReplica.__qualname__}"
+    with pytest.raises(AssertionError, match=r"(?s)the same stages.*net\.4"):
+        ranks(4).run(train, case=name, strategy=LAYOUTS["1f1b-dp2"] | {"timeout_s": 5})
