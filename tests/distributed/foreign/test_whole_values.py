@@ -335,6 +335,11 @@ def test_a_forward_that_runs_again_has_the_noise_of_the_first_time(
 def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
 ) -> None:
+    if case is Rescaled and layout == "zb_v":
+        # Its network is in one checkpoint, and a head is behind that: no four stages.
+        with pytest.raises(AssertionError, match="4 stages were asked for.* has 2 units"):
+            equal_to_stock(ranks, case, layout)
+        return
     equal_to_stock(ranks, case, layout)
 
 
