@@ -337,7 +337,7 @@ def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
 ) -> None:
     if case is Rescaled and layout == "zb_v":
         # Its network is in one checkpoint, and a head is behind that: no four stages.
-        with pytest.raises(AssertionError, match="4 stages were asked for.* has 2 units"):
+        with pytest.raises(AssertionError, match=r"4 stages were asked for.* has 2 units"):
             equal_to_stock(ranks, case, layout)
         return
     equal_to_stock(ranks, case, layout)
