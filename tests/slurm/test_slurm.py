@@ -220,7 +220,7 @@ def test_usr1_requeues_and_the_run_goes_on(cluster, uninterrupted, tmp_path):
 
 
 def test_preemption_by_a_higher_partition_loses_no_step(cluster, uninterrupted, tmp_path):
-    job = begun(cluster, tmp_path)
+    job = begun(cluster, tmp_path, "data.num_workers=1")
     before, begin = job.steps(), time.monotonic()
     urgent = cluster.ask(
         "sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive",
@@ -247,8 +247,10 @@ def test_the_time_limit_requeues_before_it_comes(cluster, tmp_path):
     cluster.ask("scancel", job.number)
 
 
-def test_what_is_cancelled_writes_a_checkpoint_and_is_not_requeued(cluster, tmp_path):
-    job = begun(cluster, tmp_path)
+@pytest.mark.parametrize("words", [(), ("data.num_workers=1",)], ids=["", "loaders"])
+def test_what_is_cancelled_writes_a_checkpoint_and_is_not_requeued(cluster, tmp_path, words):
+    """SLURM's signal reaches loader processes, too."""
+    job = begun(cluster, tmp_path, *words)
     cluster.ask("scancel", job.number)
     assert job.wait("CANCELLED", "PENDING") == "CANCELLED"
     job.until(lambda: job.processes() == {})
