@@ -12,10 +12,8 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dis import get_instructions
-from types import CodeType
 from typing import Any
 
 import torch
@@ -160,47 +158,6 @@ def _versions_counted() -> Iterator[None]:
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
     """Lightning's rule: the name ``batch_idx``, any second argument, or ``*args``."""
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
-
-
-def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bool:
-    """Whether a method may go one way or another, so that it does not always call the same layers.
-
-    That is looked for in its code, in the forwards of what holds the ``units``, and in the methods
-    of the same object that either names. Torch's own classes and transformers' do not count: what
-    they choose by is their configuration.
-    """
-    above = {unit[:end] for unit in units for end in range(len(unit)) if unit[end] == "."}
-    holders = [module.get_submodule(each) for each in sorted(above)]
-    todo: list[tuple[nn.Module, str]] = [(module, name)]
-    todo += [(each, "forward") for each in holders if not _from_library(type(each))]
-    seen: set[CodeType] = set()
-    while todo:
-        owner, name = todo.pop()
-        found: Any = inspect.getattr_static(owner, name, None)
-        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        code = getattr(inspect.unwrap(found) if callable(found) else None, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        words: set[str] = set()
-        parts = [code]
-        while parts:
-            part = parts.pop()
-            if any(
-                "JUMP" in each.opname and "IF" in each.opname for each in get_instructions(part)
-            ):
-                return True
-            words.update(part.co_names)
-            parts += [each for each in part.co_consts if isinstance(each, CodeType)]
-        own = [kind for kind in type(owner).__mro__ if not _from_library(kind)]
-        todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
-    return False
-
-
-def _from_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in (
-        "builtins", "lightning", "pytorch_lightning", "torch", "transformers",
-    )  # fmt: skip
 
 
 def _gate(index: int, forward: Function) -> Callable[..., Any]:

@@ -7,8 +7,11 @@ on the stages that have them. Ways are told apart by runs without layers, before
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from dis import get_instructions
+from types import CodeType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -16,7 +19,6 @@ from torch import nn
 
 from strategies.errors import ModelError
 from strategies.models.nested import structure
-from strategies.models.replay.gate import has_branches
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import Layout, follow_layout, same_layout
 from strategies.models.replay.path import Cut, ParameterTable, Path
@@ -205,3 +207,57 @@ def refuse_left(path: Path, step: str) -> None:
                 "append what others give to a list, or log it. What goes on from batch to batch "
                 "through layers (the hidden state of an LSTM) needs pp=1."
             )
+
+
+# -- branches ------------------------------------------------------------------------------------
+
+
+def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bool:
+    """Whether a method may go one way or another, so that it does not always call the same layers.
+
+    That is looked for in its code, in the forwards of what holds the ``units``, and in the
+    functions and methods of the same object that either names. Torch's own classes and
+    transformers' do not count: what they choose by is their configuration.
+    """
+    above = {unit[:end] for unit in units for end in range(len(unit)) if unit[end] == "."}
+    holders = [module.get_submodule(each) for each in sorted(above)]
+    todo: list[tuple[nn.Module, str]] = [(module, name)]
+    todo += [(each, "forward") for each in holders if not _from_library(type(each).__module__)]
+    seen: set[CodeType] = set()
+    while todo:
+        owner, name = todo.pop()
+        own = [kind for kind in type(owner).__mro__ if not _from_library(kind.__module__)]
+        # Also what is overridden: ``super()`` may call it.
+        spaces = (vars(owner), *map(vars, own))
+        parts = [part for space in spaces if name in space for part in _code_of(space[name])]
+        words: set[str] = set()
+        while parts:
+            code, known = parts.pop()
+            if code in seen:
+                continue
+            seen.add(code)
+            if any(
+                "JUMP" in each.opname and "IF" in each.opname for each in get_instructions(code)
+            ):
+                return True
+            words.update(code.co_names)
+            for word in code.co_names:
+                called = known.get(word)
+                if inspect.isfunction(called) and not _from_library(called.__module__):
+                    parts += _code_of(called)
+            parts += [(each, known) for each in code.co_consts if isinstance(each, CodeType)]
+        todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
+    return False
+
+
+def _code_of(found: Any) -> list[tuple[CodeType, dict[str, Any]]]:
+    """A function's code and what it knows by name; nothing for what is no function."""
+    found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    found = inspect.unwrap(found) if callable(found) else None
+    return [(found.__code__, found.__globals__)] if inspect.isfunction(found) else []
+
+
+def _from_library(module: str) -> bool:
+    return module.partition(".")[0] in (
+        "builtins", "lightning", "pytorch_lightning", "torch", "torchmetrics", "transformers",
+    )  # fmt: skip

@@ -240,6 +240,21 @@ def test_a_way_that_cannot_be_followed_is_refused_when_it_comes(
         ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"] | {"timeout_s": 5})
 
 
+class Logged(MiddleLeftOut):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.full
+def test_ways_through_layers_that_are_cut_over_ranks(ranks: Callable[[int], Ranks]) -> None:
+    name = f"{Logged.__module__}:{Logged.__qualname__}"
+    (stock,) = ranks(1).run(train, strategy=None, case=name, max_epochs=3)
+    for fitted in ranks(4).run(train, strategy={"pp": 2, "tp": 2}, case=name, max_epochs=3):
+        assert fitted.metrics == pytest.approx(stock.metrics, abs=TOLERANCE)
+
+
 # -- replicas ----------------------------------------------------------------------------------
 
 

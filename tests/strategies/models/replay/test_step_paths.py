@@ -1,0 +1,92 @@
+"""Where a step's code may go one way or another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import nn
+
+from strategies.models.replay.step_paths import has_branches
+
+
+class Straight(pl.LightningModule):
+    def __init__(self, body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = body or nn.Sequential(nn.Linear(2, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return [layer for layer in (self.body(batch),)]
+
+
+class InStep(Straight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(batch) if batch_idx else batch
+
+
+class InParentsStep(InStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+class InMethod(Straight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.run_body(batch)
+
+    def run_body(self, batch: Any) -> Any:
+        return batch if self.current_epoch else self.body(batch)
+
+
+class InProperty(Straight):
+    @property
+    def factor(self) -> int:
+        return 2 if self.current_epoch else 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.factor * self.body(batch)
+
+
+def helper(module: Any, batch: Any) -> Any:
+    return module.body(batch) if module.current_epoch else batch
+
+
+class InFunction(Straight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return helper(self, batch)
+
+
+class Body(nn.Sequential):
+    def forward(self, input: Any) -> Any:
+        return input if len(self) > 7 else super().forward(input)
+
+
+class InValidation(Straight):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(batch) if batch_idx else batch
+
+
+@pytest.mark.parametrize(
+    ("module", "branches"),
+    [
+        (Straight(), False),
+        (InStep(), True),
+        (InParentsStep(), True),
+        (InMethod(), True),
+        (InProperty(), True),
+        (InFunction(), True),
+        (Straight(Body(nn.Linear(2, 2))), True),
+        (InValidation(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_branches_are_found_wherever_a_step_calls_layers(
+    module: pl.LightningModule, branches: bool
+) -> None:
+    assert has_branches(module, "training_step", ["body.0"]) is branches
+
+
+def test_a_unit_is_run_as_a_whole_and_may_branch_as_it_likes() -> None:
+    module = Straight(nn.Sequential(Body(nn.Linear(2, 2))))
+    assert not has_branches(module, "training_step", ["body.0"])
+    assert has_branches(module, "training_step", ["body.0.0"])
