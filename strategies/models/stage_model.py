@@ -211,6 +211,7 @@ class StageModel(ABC):
         second: Any,
         rows: tuple[int, int],
         dataloader_idx: int | None = None,
+        batch_idx: int = 0,
     ) -> None:
         """Finds out how values of a whole batch are put together from those of its microbatches.
 
@@ -220,6 +221,7 @@ class StageModel(ABC):
             second: The second of them.
             rows: How many rows each has.
             dataloader_idx: Which loader.
+            batch_idx: The batch's number.
 
         Raises:
             ModelError: They cannot.
@@ -250,7 +252,7 @@ class StageModel(ABC):
         raise NotImplementedError
 
     def mixed_rows(
-        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int], batch_idx: int = 0
     ) -> tuple[str | None, tuple[str, ...]]:
         """Where a layer gets rows of a batch that other rows have a part in; None if nowhere.
 
@@ -261,6 +263,7 @@ class StageModel(ABC):
             whole: A batch.
             parts: Its rows, in order, in two batches.
             rows: How many each has.
+            batch_idx: The batch's number.
         """
         return None, ()
 

@@ -156,24 +156,26 @@ class ReplayModel(CutModule):
         second: Any,
         rows: tuple[int, int],
         dataloader_idx: int | None = None,
+        batch_idx: int = 0,
     ) -> None:
         which: Step = (mode, dataloader_idx or 0, structure(second))
-        path = self._path(which, second, 0, dataloader_idx)
+        where: Where = (batch_idx, dataloader_idx)
+        path = self._path(which, second, *where)
         with self._dealer.aside():
             self._dealer.clear()
             plan = self._dealer.plan(which)
             if plan is not None and not plan.is_empty:
                 shares = [Share(rows[0], rows[1], sum(rows)), Share(0, sum(rows), sum(rows))]
                 with unchanged(self._module):
-                    self._dealer.deal(which, pair, shares, where=(0, dataloader_idx))
-            both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, dataloader_idx)
-            one = self._row_run(both.pair, both, which, second, dataloader_idx)
+                    self._dealer.deal(which, pair, shares, where=where)
+            both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, where)
+            one = self._row_run(both.pair, both, which, second, where)
         self._rows[which] = find_rows(path, self._last_cut(which), both, one)
 
     def mixed_rows(
-        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int], batch_idx: int = 0
     ) -> tuple[str | None, tuple[str, ...]]:
-        where: Where = (0, step[1] or None)
+        where: Where = (batch_idx, step[1] or None)
         path = self._path(step, whole, *where)
         if path.clones_batch or len(self._modules) < 2:
             return None, ()
@@ -287,7 +289,7 @@ class ReplayModel(CutModule):
         before: RowRun | None,
         which: Step,
         batch: Any,
-        dataloader_idx: int | None,
+        where: Where,
     ) -> RowRun:
         run = RowRun(
             self._modules,
@@ -304,7 +306,7 @@ class ReplayModel(CutModule):
         with unchanged(self._module), torch.set_grad_enabled(which[0] == "train"):
             random.seed(1 if before is None else 2)  # For Python's own numbers, the same holds.
             self._dealer.begin()
-            output = self._run(run, (), which[0], cloned(batch), 0, dataloader_idx)
+            output = self._run(run, (), which[0], cloned(batch), *where)
         run.results = output.tensors
         return run
 

@@ -311,7 +311,8 @@ class StageRun(ShapeMode):
         return ModelError(
             f"{self._step} took another path than in the probe: {what} (now {user_line()}, then "
             f"{line}). A pipeline needs the same calls for all rows of a batch: replace "
-            "layer-drop, early exits and branches on data by masks (torch.where), or use pp=1."
+            "layer-drop, early exits and branches on data or random numbers by masks "
+            "(torch.where), or use pp=1."
         )
 
 

@@ -30,6 +30,9 @@ from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, Stage
 # Layers by index, and the names of operations on their values, in order.
 Trail = list[int | str]
 
+# So many ways are told apart by what is done besides layers; more differ from batch to batch.
+_MOST_WAYS = 32
+
 
 class FollowedSteps(StageModel):
     """Knows, by mode, loader or way, and structure of the batch, which layers a step calls."""
@@ -45,8 +48,9 @@ class FollowedSteps(StageModel):
         self._owned: frozenset[int] = frozenset()
         self._dealer = Dealer(self.values, self._num_calls)
         self._decides: dict[Mode, bool] = {}  # whether a step has branches
-        self._trails: dict[Step, Trail] = {}  # of the first batches of those that have
-        self._ways: dict[Step, list[Trail]] = {}  # of training steps that have, by number
+        # Of the first batches of those that have, and of all ways of training, by number.
+        self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
+        self._ways: dict[Step, list[tuple[Trail, frozenset[str] | None]]] = {}
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
@@ -84,23 +88,25 @@ class FollowedSteps(StageModel):
             run = self.values(which, batch, where, THROUGH, False)
         except ModelError as error:
             return error
-        trail = _to_last_layer(run.trail)
-        known = self._trails.setdefault(which, trail)
-        if trail == known:
-            return None
+        trail, others = _way_of(run)
+        first, usual = self._trails.setdefault(which, (trail, others))
         step = STEP_NAMES[which[0]]
         if not trail:
             return NoLayersError(f"{step} calls no layer for this batch.")
+        if trail == first and others <= usual:
+            return None
+        what = "runs other layers" if trail != first else "does something else"
         return ModelError(
-            f"{step} runs other layers for some batches than for the first. Use the same layers "
-            "for every batch, or pp=1."
+            f"{step} {what} for some batches than for the first. Do the same for every batch, or "
+            "use pp=1."
         )
 
     def way(self, batch: Any, batch_idx: int) -> int | None:
-        """Which way the training step goes: the same layers, and operations between them.
+        """Which way the training step goes: the same layers, operations between them, and others.
 
         The first one is the probe's. Another one (a loss that joins in later, a layer that is left
-        out for a while) is probed like the step of another kind of batch.
+        out for a while, rows that are mixed from some epoch on) is probed and looked at like the
+        step of another kind of batch.
         """
         which: Step = ("train", 0, structure(batch))
         frozen_anew = which in self._frozen_anew
@@ -110,17 +116,24 @@ class FollowedSteps(StageModel):
         run = self.values(which, batch, (batch_idx, None), THROUGH, False)
         if frozen_anew:
             self._frozen_anew.add(which)
-        trail = _to_last_layer(run.trail)
-        known = self._ways.setdefault(which, [_trail_of(path)])
+        trail, others = _way_of(run)
+        known = self._ways.setdefault(which, [(_trail_of(path), None)])
+        same = [number for number, (way, _) in enumerate(known) if way == trail]
+        for number in same:
+            if known[number][1] is None:  # The probe has not noted what else is done.
+                known[number] = trail, others
+            if known[number][1] == others:
+                return number
         if not run.returned:  # It looks at a layer's value, and what follows is not known.
-            began = [number for number, way in enumerate(known) if way[: len(trail)] == trail]
+            began = [n for n, (way, _) in enumerate(known) if way[: len(trail)] == trail != way]
             if began or run.failed is not None:
                 return began[0] if began else 0
         if not trail:
             return None
-        if trail not in known:
-            known.append(trail)
-        return known.index(trail)
+        if same and len(known) >= _MOST_WAYS:
+            return same[0]
+        known.append((trail, others))
+        return len(known) - 1
 
     def follow_freezing(self) -> None:
         self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
@@ -180,9 +193,11 @@ class FollowedSteps(StageModel):
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""
 
 
-def _to_last_layer(trail: Trail) -> Trail:
-    last = max((i for i, word in enumerate(trail) if isinstance(word, int)), default=-1)
-    return trail[: last + 1]
+def _way_of(run: Values) -> tuple[Trail, frozenset[str]]:
+    """What a run has come to up to its last layer, in order, and the names of what else it did."""
+    last = max((i for i, word in enumerate(run.trail) if isinstance(word, int)), default=-1)
+    behind = (str(word) for word in run.trail[last + 1 :])
+    return run.trail[: last + 1], frozenset({*run.others, *behind})
 
 
 def _trail_of(path: Path) -> Trail:
@@ -221,7 +236,7 @@ def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bo
     """
     above = {unit[:end] for unit in units for end in range(len(unit)) if unit[end] == "."}
     holders = [module.get_submodule(each) for each in sorted(above)]
-    todo: list[tuple[nn.Module, str]] = [(module, name)]
+    todo: list[tuple[nn.Module, str]] = [(module, name), (module, "forward")]
     todo += [(each, "forward") for each in holders if not _from_library(type(each).__module__)]
     seen: set[CodeType] = set()
     while todo:
@@ -236,9 +251,7 @@ def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bo
             if code in seen:
                 continue
             seen.add(code)
-            if any(
-                "JUMP" in each.opname and "IF" in each.opname for each in get_instructions(code)
-            ):
+            if _chooses(code):
                 return True
             words.update(code.co_names)
             for word in code.co_names:
@@ -247,6 +260,24 @@ def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bo
                     parts += _code_of(called)
             parts += [(each, known) for each in code.co_consts if isinstance(each, CodeType)]
         todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
+    return False
+
+
+# What a step may count layers by, or pick them with.
+_CHANGING = frozenset({"batch_idx", "current_epoch", "global_step", "trainer"})
+
+
+def _chooses(code: CodeType) -> bool:
+    """Whether code has a condition, reads what changes from step to step, or picks by a name."""
+    before = ""
+    for each in get_instructions(code):
+        if "JUMP" in each.opname and "IF" in each.opname:
+            return True
+        if each.opname.startswith("LOAD_") and each.argval in _CHANGING:
+            return True
+        if each.opname == "BINARY_SUBSCR" and before in ("LOAD_FAST", "LOAD_ATTR"):
+            return True
+        before = before if each.opname == "CACHE" else each.opname
     return False
 
 

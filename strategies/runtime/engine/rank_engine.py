@@ -333,7 +333,7 @@ class Engine(RankPasses):
 
         def look(step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> None:
             nonlocal found
-            mixed, uneven = self.model.mixed_rows(step, whole, parts, rows)
+            mixed, uneven = self.model.mixed_rows(step, whole, parts, rows, options.batch_idx)
             name = STEP_NAMES[options.mode]
             if mixed is not None:
                 found = ModelError(

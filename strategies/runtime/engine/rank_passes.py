@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class RankPasses(RankWeights):
         if not options.part:
             self._draws.look(
                 batch, microbatches, options, loaders, whole=self.whole,
-                then=self.whole.compare_layers if train else None,
+                then=partial(self.whole.compare_layers, options.batch_idx) if train else None,
             )  # fmt: skip
         if self.plan.loss_over == "batch":
             self._compare_rows(batch, microbatches, options, loaders)
@@ -298,6 +299,7 @@ class RankPasses(RankWeights):
                 microbatches[1].data,
                 (first, second),
                 options.dataloader_idx,
+                options.batch_idx,
             )
 
     def _joined(

@@ -235,6 +235,11 @@ class RankSetup:
         return self.device.type == "cuda" and (self.options.backend == "nccl" or self.mailbox.alone)
 
     @property
+    def unused(self) -> set[int]:
+        """Stages of this rank that had no gradient for any value of the stages before them."""
+        return self._parts.unused
+
+    @property
     def control_group(self) -> dist.ProcessGroup | None:
         """All ranks of this replica; None if it is a single one."""
         where = self.coordinates

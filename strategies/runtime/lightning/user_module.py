@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex
@@ -318,7 +318,7 @@ class RowsTold:
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
-        self._logs_told = False
+        self._logs_told = self._unused_told = False
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -383,6 +383,20 @@ class RowsTold:
             f"pipeline runs {num_microbatches} per batch, on the rows of a microbatch each. "
             "Running means, counters and power iterations (spectral_norm) move on as often. Fewer "
             "and larger microbatches come closer to stock Lightning; count batches in hooks."
+        )
+
+    def unused(self, stages: Collection[int]) -> str | None:
+        """Of stages that have had no gradient for what the stages before them gave."""
+        if self._unused_told or not stages:
+            return None
+        self._unused_told = True
+        stage = min(stages)
+        return (
+            f"stage {stage} has no gradient for what it gets of stage {stage - 1}: "
+            f"{type(self._module).__name__}.training_step detaches it there, or makes no use of it "
+            "in the loss. A pipeline sends zeros back, and stages before are updated with these: "
+            "weight decay and momentum go on, where stock Lightning leaves weights without a "
+            "gradient as they are. Freeze them (requires_grad_(False)) for as long, or use pp=1."
         )
 
     def mixed(self, line: str | None) -> str | None:

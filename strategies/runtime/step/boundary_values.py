@@ -24,10 +24,12 @@ class BoundaryValues:
     """What stages hand to each other on this rank and through its mailbox.
 
     Values are kept under their payload (``F`` activations, ``B`` gradients), the stage that made
-    them, the stage that they are for, and the microbatch.
+    them, the stage that they are for, and the microbatch. ``unused`` notes stages that have no
+    gradient to give back.
     """
 
-    def __init__(self, program: Program, mailbox: Mailbox, pulse: Pulse) -> None:
+    def __init__(self, program: Program, mailbox: Mailbox, pulse: Pulse, unused: set[int]) -> None:
+        self._unused = unused
         self._placement = program.placement
         self._mailbox = mailbox
         self._beat = pulse.words
@@ -111,6 +113,9 @@ class BoundaryValues:
     def hand_back(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         """Keeps the gradients of a stage's inputs for the stages before it."""
         assert item.microbatch is not None
+        wanted = [leaf for leaf in inputs if leaf.requires_grad]
+        if wanted and all(leaf.grad is None for leaf in wanted):
+            self._unused.add(item.stage)
         leaves = iter(inputs)
         for source, flags in zip(self._links.sources[item.stage], self.flags(item), strict=True):
             part = islice(leaves, len(flags))

@@ -76,7 +76,10 @@ class Executor:
         mailbox = parts.mailbox
         route = self._route_of(program)
         if stream is None:
-            values, under_way = BoundaryValues(program, mailbox, parts.pulse), UnderWay()
+            values, under_way = (
+                BoundaryValues(program, mailbox, parts.pulse, parts.unused),
+                UnderWay(),
+            )
             numbered = dict(enumerate(microbatches))
         else:
             values, under_way = stream.values(program, parts), stream.under_way

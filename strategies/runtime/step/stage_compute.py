@@ -259,7 +259,8 @@ class StageCompute:
         assert item.microbatch is not None
         here = (item.stage, item.microbatch)
         again = partial(self._call, item)
-        with self._parts.whole.around(item.stage):
+        whole = self._parts.whole
+        with whole.around(item.stage), whole.unchanged():
             leaves, output = self._parts.recomputation.again(self._kept.pop(here), again)
         self._keep_graph(here, leaves, output)
 

@@ -12,7 +12,7 @@ Nothing is run twice where nothing is left: a step that only logs means is known
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,11 +88,13 @@ class WholeBatch:
         self.once_behind = once  # What lies behind the last layer runs for the whole batch anyway.
         self._output: StageOutput | None = None
         self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
+        self._compared: set[int] = set()  # ways through the training step
         self.unlike: tuple[float, float] | None = None
         self.mixed: str | None = None
         self.uneven: tuple[str, ...] = ()
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
-        self._tried: set[tuple[Mode, frozenset[str]]] = set()  # for which names that are logged
+        # For which loaders or ways, and names that are logged.
+        self._tried: set[tuple[Mode, int, frozenset[str]]] = set()
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
 
@@ -101,10 +103,10 @@ class WholeBatch:
         return self._model.layers()
 
     def compare_layers(
-        self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
+        self, batch_idx: int, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
     ) -> None:
         """Looks at a training batch: two parts of it and their numbers of rows."""
-        mixed, uneven = self._model.mixed_rows(step, whole, parts, rows)
+        mixed, uneven = self._model.mixed_rows(step, whole, parts, rows, batch_idx)
         self.mixed, self.uneven = self.mixed or mixed, self.uneven or uneven
 
     def note(self) -> None:
@@ -135,6 +137,19 @@ class WholeBatch:
         if stage == self._last and self._has_metrics:
             return on_microbatch(self._model.module)
         return nullcontext()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Around a forward that runs again: what it changes has been counted the first time."""
+        if not self._model.decides("train"):
+            yield  # What the first forward of a stage changes, every one does, and that is kept.
+            return
+        state = StepState(self._model.module, self._model.layers())
+        state.begin()
+        try:
+            yield
+        finally:
+            state.take_back()
 
     def at_end(self) -> Any:
         """What ``forward`` of the last stage notes behind its last layer; None for no change."""
@@ -196,11 +211,12 @@ class WholeBatch:
             output = self._output
             plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in output.logs]
             return Whole(self.state.changed(), _beyond_loss(output, mode)), plain
-        if mode == "train" and self._compares and ends:
-            self._compares = False
-            self.unlike = self._compare(batch, microbatches, options, ends, loss)
+        way = options.dataloader_idx or 0
+        if mode == "train" and self._compares and ends and way not in self._compared:
+            self._compared.add(way)
+            self.unlike = self._compare(batch, microbatches, options, ends, loss) or self.unlike
         tries = self._tries and not self._needed and len(ends) == len(microbatches)
-        logged = mode, frozenset(entry.call.name for entry in plain)
+        logged = mode, options.dataloader_idx or 0, frozenset(entry.call.name for entry in plain)
         tries = tries and logged not in self._tried
         if tries:
             self._tried.add(logged)
@@ -285,7 +301,10 @@ class WholeBatch:
             if signature(same) != microbatches[0].signature:
                 return None
             with kept_generators():
-                self._model.compare_rows("train", pair, microbatches[1].data, (sizes[0], sizes[1]))
+                self._model.compare_rows(
+                    "train", pair, microbatches[1].data, (sizes[0], sizes[1]),
+                    options.dataloader_idx, options.batch_idx,
+                )  # fmt: skip
             with on_microbatch(self._model.module):
                 output = self._model.whole(
                     [ends[index] for index in sorted(ends)],
@@ -294,6 +313,7 @@ class WholeBatch:
                     batch_idx=options.batch_idx,
                     mode="train",
                     seed=options.seed,
+                    dataloader_idx=options.dataloader_idx,
                 )
         except (ModelError, DataError):
             return None

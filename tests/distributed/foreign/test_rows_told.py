@@ -126,6 +126,31 @@ class Spread(Net):
         return loss
 
 
+class InLaterBatch(InBatch):
+    """Rows are compared from the second batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+class Detached(Net):
+    """Only the later layers learn, and nobody has frozen the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0]).detach()
+        return nn.functional.cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+
+
+def in_later_batch() -> Any:
+    return InLaterBatch()
+
+
+def detached() -> Any:
+    return Detached()
+
+
 def spread_out() -> Any:
     return Spread()
 
@@ -236,6 +261,8 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
         (normed, {}, ["net.2: BatchNorm takes its mean and variance over 2 rows", ""]),
         (manual_normed, {}, ["net.2: BatchNorm takes its mean and variance over 2 rows", ""]),
         (in_batch, {}, ["", "the loss of InBatch.training_step depends on how rows are grouped"]),
+        (in_later_batch, {}, ["", "the loss of InLaterBatch.training_step depends on how rows"]),
+        (detached, {}, ["", "stage 1 has no gradient for what it gets of stage 0"]),
         (in_batch, {"loss_over": "batch"}, ["", ""]),
         (row_by_row, {}, ["", ""]),
         (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.foreign.comparison import (
     BATCH,
     LAYOUTS,
@@ -168,14 +171,165 @@ class Counted(Adam):
         return cross_entropy(self.head(self.net[5:](hidden)), batch[1])
 
 
+class InForward(Adam):
+    """The branch is in the module's own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:4](x)
+        if self.current_epoch > 0:
+            hidden = self.net[4](hidden)
+        return self.head(self.net[5:](hidden))  # type: ignore[no-any-return]
+
+
+class ByIndex(Adam):
+    """No branch in the code: a layer is picked, and others are run so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(8, 3) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:2](batch[0])
+        for layer in self.net[2 : 4 + 2 * self.current_epoch]:
+            hidden = layer(hidden)
+        return cross_entropy(self.heads[batch_idx % 2](hidden), batch[1])
+
+
+class MixedLater(Adam):
+    """Rows are mixed, moved and made noisy before the network, but not at first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.current_epoch == 1:
+            order = torch.randperm(len(x))
+            x, z = 0.7 * x + 0.3 * x[order], y[order]
+            logits = self(x)
+            return 0.7 * cross_entropy(logits, y) + 0.3 * cross_entropy(logits, z)
+        if self.current_epoch == 2:
+            x = x - x.mean(0) + 0.1 * torch.randn_like(x)
+        return cross_entropy(self(x), y)
+
+
+class PenaltyLater(Adam):
+    """Behind the last layer, a value from before it is needed from the second epoch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        early = self.net[:2](batch[0])
+        loss = cross_entropy(self.head(self.net[2:](early)), batch[1])
+        if self.current_epoch > 0:
+            loss = loss + 0.1 * early.pow(2).mean()
+        return loss
+
+
+class ProbedFirst(Adam):
+    """The backbone runs without gradients in the first epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.set_grad_enabled(self.current_epoch > 0):
+            hidden = self.net(batch[0])
+        return cross_entropy(self.head(hidden), batch[1])
+
+
+class OtherNumberLater(Adam):
+    """Under one name a mean at first, and then a number that is none; so in validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        self.log("size", logits.mean() if self.current_epoch < 1 else logits.norm())
+        return cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0] if self.current_epoch < 1 else batch[0] - batch[0].mean(0)
+        logits = self(x)
+        self.log("validated", logits.mean() if self.current_epoch < 2 else logits.norm())
+
+
 @spread(
-    [LossLater, MiddleLeftOut, OtherOperations, Switched, HeadBetween, Counted, LogsNowAndThen],
-    seldom=[ByContents, Frozen],
+    [
+        *(LossLater, MiddleLeftOut, OtherOperations, Switched, HeadBetween, Counted),
+        *(LogsNowAndThen, InForward, PenaltyLater),
+    ],
+    seldom=[ByContents, Frozen, ProbedFirst],
 )
 def test_each_way_trains_as_under_stock_lightning(
     ranks: Callable[[int], Ranks], case: Any, layout: str
 ) -> None:
     equal_to_stock(ranks, case, layout, max_epochs=3)
+
+
+@pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", [MixedLater, OtherNumberLater])
+def test_rows_and_numbers_of_the_whole_batch_from_some_epoch_on(
+    ranks: Callable[[int], Ranks], case: Any, layout: str
+) -> None:
+    """With replicas, rows are mixed within each one's, as under DDP."""
+    equal_to_stock(ranks, case, layout, max_epochs=3)
+
+
+def resume(*, folder: str, strategy: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Two epochs, and two more by another Trainer from a file."""
+    quiet: dict[str, Any] = {
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "accelerator": "cpu", "precision": "64-true",
+    }  # fmt: skip
+    file = None
+    for epochs in (2, 4):
+        module = LossLater().double()  # Stock Lightning rounds what it loads to a module's type.
+        how: dict[str, Any] = {"devices": 1}
+        if strategy is not None:
+            how = {"strategy": PipelineStrategy(num_microbatches=4, timeout_s=20, **strategy)}
+        trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **how)
+        trainer.fit(module, examples(), ckpt_path=file)
+        file = f"{folder}/it.ckpt"
+        trainer.save_checkpoint(file)
+        if isinstance(trainer.strategy, PipelineStrategy):
+            trainer.strategy.engine.close()
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def test_a_run_that_goes_on_begins_in_a_later_way(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for name in ("stock", "piped"):
+        (tmp_path / name).mkdir()
+    (stock,) = ranks(1).run(resume, folder=str(tmp_path / "stock"), strategy=None)
+    strategy = LAYOUTS["zb_v"]
+    for weights in ranks(2).run(resume, folder=str(tmp_path / "piped"), strategy=strategy):
+        for name, value in weights.items():
+            assert torch.allclose(value, stock[name], rtol=0, atol=TOLERANCE), name
+
+
+@pytest.mark.parametrize("layout", ["1f1b", pytest.param("1f1b-dp2", marks=pytest.mark.full)])
+def test_layers_are_picked_without_a_branch(ranks: Callable[[int], Ranks], layout: str) -> None:
+    equal_to_stock(ranks, ByIndex, layout, max_epochs=3)
+
+
+class Kept(Adam):
+    """What a step keeps of some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.total = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        if batch_idx % 2:
+            self.kept.append(logits.detach())
+            self.total += float(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("kept", float(sum(len(each) for each in self.kept)), sync_dist=True)
+        self.log("total", self.total, sync_dist=True)
+
+
+@pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
+def test_what_some_batches_leave_is_counted_once(
+    ranks: Callable[[int], Ranks], layout: str
+) -> None:
+    equal_to_stock(ranks, Kept, layout, strategy={"recompute": "full"}, max_epochs=2)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ class Values:
         host: Whether Python's or numpy's generator was drawn from.
         longest: The longest of the sequences that are packed, packing by packing.
         trail: The layers, by index, and the operations on values of theirs, in order.
+        others: Names of what else is done: to values without a layer's part, behind the last layer,
+            and layers that run without gradients.
         end: Where the run ended.
         failed: What the step raised there.
         returned: Whether the step came to its return.
@@ -71,6 +73,7 @@ class Values:
     host: bool = False
     longest: list[int] = field(default_factory=list)
     trail: list[int | str] = field(default_factory=list)
+    others: set[str] = field(default_factory=set)
     end: Position = (0, 0)
     failed: Exception | None = None
     returned: bool = False

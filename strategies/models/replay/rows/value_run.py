@@ -88,6 +88,8 @@ class ValueRun(ShapeMode):
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         self._note(args, kwargs)
         self.values.trail.append(index)
+        if not torch.is_grad_enabled():
+            self.values.others.add(f"{index} without gradients")
         call = self._position[0]
         with kept_generators():
             result, _ = self.skip(index, forward, args, kwargs, call)
@@ -141,6 +143,7 @@ class ValueRun(ShapeMode):
             return result
         if self._inside is not None or self._apart:
             return func(*args, **kwargs)
+        self.values.others.add(operation_name(func))
         if self._plan is not None:
             result = func(*args, **kwargs)
             if func in self._plan.drawing:

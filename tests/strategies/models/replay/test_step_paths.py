@@ -47,6 +47,30 @@ class InProperty(Straight):
         return self.factor * self.body(batch)
 
 
+class InForward(Straight):
+    def forward(self, batch: Any) -> Any:
+        return self.body(batch) if len(batch) else batch
+
+
+class Counts(Straight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(self.current_epoch):
+            batch = self.body(batch)
+        return batch
+
+
+class Picks(Straight):
+    which = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body[self.which](batch["x"][:, 1:])
+
+
+class PicksAlways(Straight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body[0](batch["x"][:, 1:])
+
+
 def helper(module: Any, batch: Any) -> Any:
     return module.body(batch) if module.current_epoch else batch
 
@@ -76,6 +100,10 @@ class InValidation(Straight):
         (InProperty(), True),
         (InFunction(), True),
         (Straight(Body(nn.Linear(2, 2))), True),
+        (InForward(), True),
+        (Counts(), True),
+        (Picks(), True),
+        (PicksAlways(), False),
         (InValidation(), False),
     ],
     ids=lambda value: type(value).__name__,
