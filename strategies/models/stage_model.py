@@ -390,6 +390,10 @@ class StageModel(ABC):
         """Whether the code of a step has branches, so that batches may differ."""
         return False
 
+    def switched(self) -> bool:
+        """Whether numbers that a hook may have set are nil or one now that were not, or back."""
+        return False
+
     def way(self, batch: Any, batch_idx: int) -> int | None:
         """Which way the training step goes for a batch, by its number; None if to no layer."""
         return 0

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 # Batches whose way through the step is looked at before training: a generator may be trained in
 # every fifth one only.
 _AHEAD = 12
+# So many kinds of batches are told apart by what is done besides layers.
+_MOST_KINDS = 32
 
 
 class DividedStep(StageModel):
@@ -70,6 +72,8 @@ class DividedStep(StageModel):
         self._owned: frozenset[int] = frozenset()
         self._selective: dict[int, SelectiveLayer] = {}
         self._doors: Doors | None = None
+        self._others: frozenset[str] = frozenset()  # what the last batch's step did besides layers
+        self._kinds: list[tuple[int, frozenset[str]]] = []
         self._current: Any = None  # the run, scout or probe to which the module's doors lead
 
     @classmethod
@@ -262,6 +266,15 @@ class DividedStep(StageModel):
         ways = [known for (mode, _), known in self._layouts.items() if mode == "train"]
         return next(number for number, known in enumerate(ways) if known is layout)
 
+    def kind_of(self, layout: FlowLayout) -> int:
+        """Which kind the last batch is of: by its way, and what else is done in the step."""
+        kind = self.number_of(layout), self._others
+        if kind not in self._kinds:
+            if len(self._kinds) >= _MOST_KINDS:  # They differ from batch to batch.
+                return next((n for n, (way, _) in enumerate(self._kinds) if way == kind[0]), 0)
+            self._kinds.append(kind)
+        return self._kinds.index(kind)
+
     def _flow(
         self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None
     ) -> tuple[Mode, Hashable]:
@@ -279,12 +292,14 @@ class DividedStep(StageModel):
         return mode, trace
 
     def _scout(self, batch: Any, batch_idx: int) -> Hashable:
+        """The way that a step takes; notes what else it does."""
         scout = Scout(self._modules, batch_device(batch, self._module), self._caches["train"])
         self._current = scout
         shown = self._table.shown()
         rates = self._the_doors().kept_rates()
         with unchanged(self._module), rates, self._gates(), shown, scout:
             call_step(self._module, "train", cloned(batch), batch_idx)
+        self._others = frozenset(scout.others)
         return tuple(scout.trace)
 
     def _probe(

@@ -97,8 +97,14 @@ class Scout(ShapeMode):
     ) -> None:
         super().__init__(units, device, cache)
         self.trace: list[Any] = []
+        self.others: set[str] = set()  # operations in which no layer has a part
         self._since_mark = 0
         self._calls = 0
+
+    def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
+        if self._inside is None:
+            self.others.add(operation_name(func))
+        return super().plain(func, args, kwargs)
 
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         result, _ = self.skip(index, forward, args, kwargs, self._calls)

@@ -51,6 +51,7 @@ class FollowedSteps(StageModel):
         # Of the first batches of those that have, and of all ways of training, by number.
         self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
         self._ways: dict[Step, list[tuple[Trail, frozenset[str] | None]]] = {}
+        self._first_switches: frozenset[str] | None = None
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
@@ -101,6 +102,20 @@ class FollowedSteps(StageModel):
             "use pp=1."
         )
 
+    def switched(self) -> bool:
+        now = self._switches()
+        if self._first_switches is None:
+            self._first_switches = now
+        return now != self._first_switches
+
+    def _switches(self) -> frozenset[str]:
+        """Which numbers of the module are nil or one: as factors these hide what else is mixed."""
+        return frozenset(
+            f"{name} is {value:g}"
+            for name, value in vars(self._module).items()
+            if type(value) in (bool, int, float) and name[0] != "_" and value in (0, 1)
+        )
+
     def way(self, batch: Any, batch_idx: int) -> int | None:
         """Which way the training step goes: the same layers, operations between them, and others.
 
@@ -117,7 +132,10 @@ class FollowedSteps(StageModel):
         if frozen_anew:
             self._frozen_anew.add(which)
         trail, others = _way_of(run)
-        known = self._ways.setdefault(which, [(_trail_of(path), None)])
+        # Without branches nobody has asked before numbers changed.
+        first = None if self.decides("train") else others | (self._first_switches or frozenset())
+        others |= self._switches()
+        known = self._ways.setdefault(which, [(_trail_of(path), first)])
         same = [number for number, (way, _) in enumerate(known) if way == trail]
         for number in same:
             if known[number][1] is None:  # The probe has not noted what else is done.

@@ -96,7 +96,8 @@ class Engine(RankPasses):
             self._gradients.attach(zero=fresh)  # else when the update before is confirmed
         self._flush.expect(loss_scale)
         scale = factor / (accumulation * self.coordinates.dp)
-        way = self._way(batch, batch_idx, step, loaders) if self.model.decides("train") else None
+        looks = self.model.decides("train") or self.model.switched()
+        way = self._way(batch, batch_idx, step, loaders) if looks else None
         options = PassOptions(
             batch_idx, "train", scale, loss_scale, self.seed_of(step), way, batch=batch
         )

@@ -197,7 +197,8 @@ class ManualOptimization:
         )
         way = model.number_of(layout)
         drawn = engine.deal_segments(
-            batch, microbatches, loaders, batch_idx=batch_idx, step=step, way=way,
+            batch, microbatches, loaders, batch_idx=batch_idx, step=step,
+            way=model.kind_of(layout),
             check=partial(model.compare_losses, layout),
         )  # fmt: skip
         logs: list[LogCall] = []

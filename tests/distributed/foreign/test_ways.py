@@ -210,6 +210,33 @@ class MixedLater(Adam):
         return cross_entropy(self(x), y)
 
 
+class MixedByFactor(Adam):
+    """The same code from the beginning, with a factor that a hook raises from nil."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 0.0
+
+    def on_train_epoch_start(self) -> None:
+        self.factor = 0.2 * self.current_epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        return cross_entropy(self((1 - self.factor) * x + self.factor * x.roll(1, 0)), batch[1])
+
+
+class MixedLaterByHand(MixedLater):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
 class PenaltyLater(Adam):
     """Behind the last layer, a value from before it is needed from the second epoch on."""
 
@@ -258,7 +285,7 @@ def test_each_way_trains_as_under_stock_lightning(
 
 
 @pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", [MixedLater, OtherNumberLater])
+@pytest.mark.parametrize("case", [MixedLater, MixedByFactor, MixedLaterByHand, OtherNumberLater])
 def test_rows_and_numbers_of_the_whole_batch_from_some_epoch_on(
     ranks: Callable[[int], Ranks], case: Any, layout: str
 ) -> None:
