@@ -27,6 +27,7 @@ from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch, Generators, kept_generators
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
+from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.engine.rank_weights import RankWeights
 from strategies.runtime.messages.fingerprint import compare, shared_print
 from strategies.runtime.step.calls_state import Stream
@@ -91,6 +92,49 @@ class RankPasses(RankWeights):
             batch, microbatches, options, program, step=step, update=update, loaders=loaders
         )
         return hear()
+
+    def _way(self, batch: Any, batch_idx: int, step: int, loaders: TreeSpec | None) -> int | None:
+        """Which way through its step a batch goes: what it calls may depend on epoch or number.
+
+        All ranks of a pipeline find it out for themselves. None for the first way.
+
+        Raises:
+            ModelError: It comes to no layer, or to others than on another rank.
+        """
+        data = split_batch(batch, self.plan.num_microbatches, loaders)[0].data
+        before = Generators.now()
+        self.whole.note()
+        try:
+            self._draws.stand(self.seed_of(step))
+            with default_group(self._parts.replicas):
+                way = self.model.way(data, batch_idx)
+        finally:
+            before.put_back()
+            self.whole.state.take_back()
+        if way is None:
+            raise ModelError(
+                f"training_step calls no layer for batch {batch_idx}, and a pipeline cannot leave "
+                "a batch out. Leave it out in the loader (sampler, collate_fn), or run all layers "
+                "and multiply the loss by zero."
+            )
+        if way and way not in self._ways:
+            self._agree_on(way, batch_idx)
+        return way or None
+
+    def _agree_on(self, way: int, batch_idx: int) -> None:
+        """Waits until all ranks of the pipeline have come to a way that is new here.
+
+        Not by a collective: one that goes the old way does not ask.
+        """
+        self._ways.add(way)
+        group = self.control_group
+        said = [str(way)] if group is None else TensorRanks(group).told(str(way), self._silence_s)
+        if set(said) != {str(way)}:
+            raise ModelError(
+                f"training_step calls other layers than before for batch {batch_idx}, and not on "
+                "all ranks of the pipeline. Let what it calls depend on the batch, its number and "
+                "the epoch alone, which all ranks see alike, or use pp=1."
+            )
 
     def _tell_short(self, count: int) -> None:
         """A last batch may be short; where the first one is, more was asked for than there is."""
