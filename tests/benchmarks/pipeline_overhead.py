@@ -178,7 +178,8 @@ def _measured(found: Sequence[overhead_ranks.Steady], stages: float) -> UniformC
         took = [rank[kind] for rank in each if kind in rank]
         return 1e3 * stages * (statistics.fmean(took) + more)
 
-    message = 1e3 * (statistics.median(gaps.messages) - more if gaps.messages else link)
+    took = statistics.median(gaps.messages) - more if gaps.messages else link
+    message = 1e3 * max(0.0, took)  # On a busy machine what passes in between may be longer.
     forward = mean("F")
     if any("I" in took for took in each):
         inputs, weights = mean("I"), mean("W")
