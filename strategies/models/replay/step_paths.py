@@ -90,10 +90,10 @@ class FollowedSteps(StageModel):
         except ModelError as error:
             return error
         trail, others = _way_of(run)
-        first, usual = self._trails.setdefault(which, (trail, others))
         step = STEP_NAMES[which[0]]
         if not trail:
             return NoLayersError(f"{step} calls no layer for this batch.")
+        first, usual = self._trails.setdefault(which, (trail, others))
         if trail == first and others <= usual:
             return None
         what = "runs other layers" if trail != first else "does something else"
