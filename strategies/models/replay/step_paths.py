@@ -248,12 +248,14 @@ def refuse_left(path: Path, step: str) -> None:
 def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bool:
     """Whether a method may go one way or another, so that it does not always call the same layers.
 
-    That is looked for in its code, in the forwards of what holds the ``units``, and in the
-    functions and methods of the same object that either names. Torch's own classes and
-    transformers' do not count: what they choose by is their configuration.
+    That is looked for in its code, in the forwards of what holds the ``units`` or stands between
+    them (an activation of one's own), and in the functions and methods of the same object that
+    either names. Torch's own classes and transformers' do not count: what they choose by is their
+    configuration.
     """
-    above = {unit[:end] for unit in units for end in range(len(unit)) if unit[end] == "."}
-    holders = [module.get_submodule(each) for each in sorted(above)]
+    inside = {id(child) for unit in units for child in module.get_submodule(unit).modules()}
+    holders = [child for child in module.children() for child in child.modules()]
+    holders = [child for child in holders if id(child) not in inside]
     todo: list[tuple[nn.Module, str]] = [(module, name), (module, "forward")]
     todo += [(each, "forward") for each in holders if not _from_library(type(each).__module__)]
     seen: set[CodeType] = set()

@@ -235,9 +235,9 @@ class RankSetup:
         return self.device.type == "cuda" and (self.options.backend == "nccl" or self.mailbox.alone)
 
     @property
-    def unused(self) -> set[int]:
-        """Stages of this rank that had no gradient for any value of the stages before them."""
-        return self._parts.unused
+    def lost(self) -> set[int]:
+        """Stages of this rank that have lost the gradient of a value of the stages before them."""
+        return self.mailbox.lost
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:

@@ -300,7 +300,7 @@ class PipelineStrategy(SetupStrategy):
                 loaders=self._loaders,
             )
         if self.coordinates.dp_rank == 0:
-            self._tell(self._rows_told.unused(self.engine.unused))
+            self._tell(self._rows_told.lost(self.engine.lost))
             self._tell(self._rows_told.loss(self.engine.whole.unlike))
             self._tell(self._rows_told.buffers(self._plan.num_microbatches))
         if self.is_global_zero:

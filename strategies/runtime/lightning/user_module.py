@@ -318,7 +318,7 @@ class RowsTold:
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
-        self._logs_told = self._unused_told = False
+        self._logs_told = self._lost_told = False
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -385,18 +385,19 @@ class RowsTold:
             "and larger microbatches come closer to stock Lightning; count batches in hooks."
         )
 
-    def unused(self, stages: Collection[int]) -> str | None:
-        """Of stages that have had no gradient for what the stages before them gave."""
-        if self._unused_told or not stages:
+    def lost(self, stages: Collection[int]) -> str | None:
+        """Of stages that have lost a gradient of what the stages before them gave."""
+        if self._lost_told or not stages:
             return None
-        self._unused_told = True
+        self._lost_told = True
         stage = min(stages)
         return (
-            f"stage {stage} has no gradient for what it gets of stage {stage - 1}: "
+            f"stage {stage} has no gradient any more for a value of the stages before it: "
             f"{type(self._module).__name__}.training_step detaches it there, or makes no use of it "
-            "in the loss. A pipeline sends zeros back, and stages before are updated with these: "
-            "weight decay and momentum go on, where stock Lightning leaves weights without a "
-            "gradient as they are. Freeze them (requires_grad_(False)) for as long, or use pp=1."
+            "in the loss, in some microbatches alone. A pipeline sends zeros back for these, and a "
+            "step without any other gradient updates weights before the cut with them: weight "
+            "decay and momentum go on, where stock Lightning leaves weights without a gradient as "
+            "they are. Freeze them (requires_grad_(False)) for as long, or use pp=1."
         )
 
     def mixed(self, line: str | None) -> str | None:

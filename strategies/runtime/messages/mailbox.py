@@ -3,6 +3,11 @@
 Shapes travel once: the first message of a boundary for a new signature (shapes and types of the
 microbatch, known on every rank) is preceded by a header; afterwards both ends know. A boundary
 whose shapes change while the batch's do not is refused, never received into the wrong buffer.
+
+A stage may have no gradient for a tensor that wants one: it is detached behind the cut, or has no
+part in the loss. Zeros travel then, and the first gradients of a signature are preceded by which of
+them are none. Weights before the cut get no gradient from those, as without a cut; zeros would
+let weight decay and momentum go on.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.runtime.messages.transport import Handle, Transport
+
+Values = tuple[Tensor | None, ...]  # None is a gradient that a stage does not have
 
 _HEADER_BYTES = 4096
 _TENSORS = 64  # tags per message; the last one is the header's
@@ -57,6 +64,7 @@ class _Incoming:
     peer: int
     tag: int
     header: tuple[Tensor, Handle] | None = None
+    given: tuple[Tensor, Handle] | None = None  # of gradients: which of them are none
     tensors: tuple[Tensor, ...] | None = None
     handles: list[Handle] = field(default_factory=list)
 
@@ -70,6 +78,9 @@ class Mailbox:
         self._specs: dict[_Key, _Spec] = {}
         self._announced: set[tuple[_Key, int]] = set()  # headers sent, by peer
         self._awaited: set[tuple[_Key, int]] = set()  # headers received or being received
+        # Of gradients, by peer: which are none, as told to it and by it (None: on its way).
+        self._told: dict[tuple[_Key, int], tuple[bool, ...]] = {}
+        self._heard: dict[tuple[_Key, int], tuple[bool, ...] | None] = {}
         self._incoming: dict[Instruction, _Incoming] = {}
         self._taken: set[Instruction] = set()  # RECVs of this pass whose message has been used
         self._sent: dict[Instruction, list[tuple[Handle, Tensor]]] = {}
@@ -80,6 +91,8 @@ class Mailbox:
         self._shapes: dict[int, int] = {}  # microbatch -> number of its mode and signature
         self._known: frozenset[_Key] = frozenset()
         self.bytes_sent = 0
+        # Stages that have lost a gradient which they had at their first microbatch of a kind.
+        self.lost: set[int] = set()
 
     @property
     def alone(self) -> bool:
@@ -152,12 +165,18 @@ class Mailbox:
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=self._device)
             handle = self._transport.receive(header, peer, tag + _TENSORS - 1)
             incoming.header = (header, handle)
+        if item.payload is Kind.B and (key, peer) not in self._heard:
+            # How many gradients there will be need not be known yet.
+            self._heard[key, peer] = None
+            marks = torch.empty(_TENSORS, dtype=torch.uint8, device=self._device)
+            handle = self._transport.receive(marks, peer, tag + _TENSORS - 1)
+            incoming.given = (marks, handle)
         if self.ordered:
             self._open_header(incoming)
         if key in self._specs:
             self._post_tensors(item, incoming)
 
-    def wait(self, item: Instruction) -> tuple[Tensor, ...]:
+    def wait(self, item: Instruction) -> Values:
         incoming = self._incoming.pop(item, None)
         if incoming is None:
             self.post(item)
@@ -174,14 +193,43 @@ class Mailbox:
             handle.wait()
         assert incoming.tensors is not None
         self._taken.add(item)
+        if item.payload is Kind.B:
+            return self._gradients(incoming)
         return incoming.tensors
+
+    def _gradients(self, incoming: _Incoming) -> Values:
+        """What has arrived, without those that the other end has said to be none."""
+        here = incoming.key, incoming.peer
+        self._open_marks(incoming)
+        if self._heard[here] is None:
+            # Another microbatch of this kind carries the marks.
+            for other in self._incoming.values():
+                if (other.key, other.peer) == here:
+                    self._open_marks(other)
+        given = self._heard[here]
+        assert given is not None
+        assert incoming.tensors is not None
+        if all(given):
+            return incoming.tensors
+        # What was none at first and is more than zeros has got a gradient since.
+        return tuple(
+            tensor if known or bool(tensor.any()) else None
+            for tensor, known in zip(incoming.tensors, given, strict=False)
+        )
+
+    def _open_marks(self, incoming: _Incoming) -> None:
+        if incoming.given is not None:
+            marks, handle = incoming.given
+            incoming.given = None
+            handle.wait()
+            self._heard[incoming.key, incoming.peer] = tuple(map(bool, marks.tolist()))
 
     def discard(self, item: Instruction) -> None:
         """Receives what a list that is given up does not use, unless it has used it already."""
         if item not in self._taken:
             self.wait(item)
 
-    def send(self, item: Instruction, tensors: tuple[Tensor, ...]) -> None:
+    def send(self, item: Instruction, tensors: Values) -> None:
         """Starts the SEND; the tensors are kept until it has ended."""
         assert self._transport is not None
         key, peer, tag = self._address(item)
@@ -190,12 +238,31 @@ class Mailbox:
             self._announced.add((key, peer))
             header = self._header(self._specs[key])
             kept.append((self._transport.send(header, peer, tag + _TENSORS - 1), header))
+        if item.payload is Kind.B:
+            given = tuple(tensor is not None for tensor in tensors)
+            told = self._told.get((key, peer))
+            if told is None:
+                self._told[key, peer] = given
+                padded = [*given, *[True] * (_TENSORS - len(given))]
+                marks = torch.tensor(padded, dtype=torch.uint8, device=self._device)
+                kept.append((self._transport.send(marks, peer, tag + _TENSORS - 1), marks))
+            elif told != given and any(
+                was and not now for was, now in zip(told, given, strict=True)
+            ):
+                self.lost.add(item.stage)
         for index, tensor in enumerate(tensors):
-            data = tensor.contiguous()
+            data = self._nothing(key, index) if tensor is None else tensor.contiguous()
             if data.numel():
                 kept.append((self._transport.send(data, peer, tag + index), data))
                 sent = -(-data.numel() // self._transport.slices)
                 self.bytes_sent += sent * data.element_size()
+
+    def _nothing(self, key: _Key, index: int) -> Tensor:
+        """What travels for a gradient that is none, at its place among the boundary's gradients."""
+        spec = self._specs[key]
+        wanted = [place for place, flag in enumerate(spec.flags) if flag]
+        place = wanted[index]
+        return torch.zeros(spec.shapes[place], dtype=spec.dtypes[place], device=self._device)
 
     def release(self, item: Instruction) -> None:
         """Lets go of a SEND that is known to have ended.
@@ -222,6 +289,8 @@ class Mailbox:
         self._specs.clear()
         self._announced.clear()
         self._awaited.clear()
+        self._told.clear()
+        self._heard.clear()
 
     def drain(self) -> None:
         """Waits for everything sent; the peers have posted all receives or will without us."""

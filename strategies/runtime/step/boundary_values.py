@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from strategies.heartbeat import STATE, WAITING
@@ -15,7 +14,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.program import Program
 from strategies.models.stage_model import StageOutput
-from strategies.runtime.messages.mailbox import Mailbox
+from strategies.runtime.messages.mailbox import Mailbox, Values
 from strategies.runtime.step.pulse import Pulse
 from strategies.runtime.step.recorder import StepRecord
 
@@ -24,17 +23,15 @@ class BoundaryValues:
     """What stages hand to each other on this rank and through its mailbox.
 
     Values are kept under their payload (``F`` activations, ``B`` gradients), the stage that made
-    them, the stage that they are for, and the microbatch. ``unused`` notes stages that have no
-    gradient to give back.
+    them, the stage that they are for, and the microbatch.
     """
 
-    def __init__(self, program: Program, mailbox: Mailbox, pulse: Pulse, unused: set[int]) -> None:
-        self._unused = unused
+    def __init__(self, program: Program, mailbox: Mailbox, pulse: Pulse) -> None:
         self._placement = program.placement
         self._mailbox = mailbox
         self._beat = pulse.words
         self._links = _Links.of(program)
-        self._values: dict[tuple[Kind, int, int, int], tuple[Tensor, ...]] = {}
+        self._values: dict[tuple[Kind, int, int, int], Values] = {}
         # By what they bring, as values are kept: the RECVs that the list has come past.
         self._received: dict[tuple[Kind, int, int, int], tuple[int, Instruction]] = {}
         self._releasable: dict[Instruction, list[Instruction]] = {}
@@ -54,9 +51,7 @@ class BoundaryValues:
         for ended in released:
             self._releasable.setdefault(receive, []).append(ended)
 
-    def collect(
-        self, item: Instruction, record: StepRecord, stamp: Callable[[], Any]
-    ) -> tuple[Tensor, ...]:
+    def collect(self, item: Instruction, record: StepRecord, stamp: Callable[[], Any]) -> Values:
         """The boundary tensors that F, B or I consumes: received, or handed over on this rank."""
         assert item.microbatch is not None
         if item.kind is Kind.R:
@@ -80,7 +75,7 @@ class BoundaryValues:
         other: int,
         record: StepRecord,
         stamp: Callable[[], Any],
-    ) -> tuple[Tensor, ...]:
+    ) -> Values:
         assert item.microbatch is not None
         here = (payload, other, item.stage, item.microbatch)
         known = self._values.pop(here, None)
@@ -111,18 +106,13 @@ class BoundaryValues:
             self._values[Kind.F, item.stage, target, item.microbatch] = detached
 
     def hand_back(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
-        """Keeps the gradients of a stage's inputs for the stages before it."""
+        """Keeps the gradients of a stage's inputs for the stages before it; some may be none."""
         assert item.microbatch is not None
-        wanted = [leaf for leaf in inputs if leaf.requires_grad]
-        if wanted and all(leaf.grad is None for leaf in wanted):
-            self._unused.add(item.stage)
         leaves = iter(inputs)
         for source, flags in zip(self._links.sources[item.stage], self.flags(item), strict=True):
             part = islice(leaves, len(flags))
             self._values[Kind.B, item.stage, source, item.microbatch] = tuple(
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for leaf in part
-                if leaf.requires_grad
+                leaf.grad for leaf in part if leaf.requires_grad
             )
 
     def send(self, item: Instruction) -> None:

@@ -199,7 +199,7 @@ class Stream:
 
     def values(self, program: Program, parts: RankParts) -> BoundaryValues:
         if self._values is None:
-            self._values = BoundaryValues(program, parts.mailbox, parts.pulse, parts.unused)
+            self._values = BoundaryValues(program, parts.mailbox, parts.pulse)
         self._values.continue_with(program)
         return self._values
 

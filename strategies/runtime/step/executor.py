@@ -77,7 +77,7 @@ class Executor:
         route = self._route_of(program)
         if stream is None:
             values, under_way = (
-                BoundaryValues(program, mailbox, parts.pulse, parts.unused),
+                BoundaryValues(program, mailbox, parts.pulse),
                 UnderWay(),
             )
             numbered = dict(enumerate(microbatches))

@@ -42,5 +42,3 @@ class RankParts:
     replicas: dist.ProcessGroup | None = None  # what a step sees as all processes
     # Stages whose first operation changes its input, found while running.
     begins_in_place: set[int] = field(default_factory=set)
-    # Stages that had no gradient for any value of the stages before them.
-    unused: set[int] = field(default_factory=set)

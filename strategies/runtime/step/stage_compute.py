@@ -22,6 +22,7 @@ from strategies.models.split_backward.input_step import input_backward
 from strategies.models.split_backward.pending import Meanwhile, PendingWeights
 from strategies.models.stage_model import Mode, StageOutput
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.runtime.messages.mailbox import Values
 from strategies.runtime.step.boundary_values import BoundaryValues
 from strategies.runtime.step.microbatch import Microbatch
 from strategies.runtime.step.rank_parts import RankParts
@@ -120,7 +121,7 @@ class StageCompute:
             self._result.loss = torch.tensor(self._mean, dtype=torch.float64, device="cpu")
         return self._result
 
-    def run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
+    def run(self, item: Instruction, inputs: Values, *, final: bool) -> None:
         """Runs one F, B, I, W or R, no fused pair.
 
         The ``final`` one completes its stage's gradient, so that ready buckets may go. All
@@ -137,7 +138,7 @@ class StageCompute:
     def run_pair(
         self,
         pair: Instruction,
-        inputs: Sequence[tuple[Tensor, ...]],
+        inputs: Sequence[Values],
         *,
         final: tuple[bool, bool],
         turns: Turns,
@@ -153,9 +154,9 @@ class StageCompute:
                 partial(self._run, second, inputs[1], final=final[1]),
             )
 
-    def _run(self, item: Instruction, inputs: tuple[Tensor, ...], *, final: bool) -> None:
+    def _run(self, item: Instruction, inputs: Values, *, final: bool) -> None:
         if item.kind is Kind.F:
-            self._forward(item, inputs)
+            self._forward(item, tuple(tensor for tensor in inputs if tensor is not None))
         elif item.kind is Kind.B:
             if final:
                 self._parts.gradients[item.stage].arm()
@@ -319,7 +320,7 @@ class StageCompute:
             seed = (seed * self._options.loss_scale).to(seed.dtype)
         return seed
 
-    def _backward(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
+    def _backward(self, item: Instruction, gradients: Values) -> None:
         graph, outputs, incoming = self._roots(item, gradients)
         if outputs and self._parts.tensor_ranks is not None:
             leaves = [leaf for leaf in graph.inputs if leaf.requires_grad]
@@ -328,7 +329,7 @@ class StageCompute:
             torch.autograd.backward(outputs, incoming, retain_graph=self._options.retain_graph)
         self._values.hand_back(item, graph.inputs)
 
-    def _input_gradient(self, item: Instruction, gradients: tuple[Tensor, ...]) -> None:
+    def _input_gradient(self, item: Instruction, gradients: Values) -> None:
         assert item.microbatch is not None
         if self._options.retain_graph:
             # Nothing is put off: that would take from the graph what the next backward needs.
@@ -354,7 +355,7 @@ class StageCompute:
             pending.run()
 
     def _roots(
-        self, item: Instruction, gradients: tuple[Tensor, ...]
+        self, item: Instruction, gradients: Values
     ) -> tuple[_Graph, list[Tensor], list[Tensor]]:
         """Where a backward begins, and with which gradients; takes the graph out of the store."""
         assert item.microbatch is not None
@@ -374,8 +375,8 @@ class StageCompute:
             _, microbatch = self._origins[item.stage, item.microbatch]
             return graph, [graph.loss], [self._seed(graph.loss, microbatch.share)]
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
-        assert len(outputs) == len(gradients)
-        return graph, outputs, list(gradients)
+        found = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
+        return graph, [output for output, _ in found], [g for _, g in found if g is not None]
 
 
 def backward_under_sums(

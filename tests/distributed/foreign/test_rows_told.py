@@ -143,12 +143,36 @@ class Detached(Net):
         return nn.functional.cross_entropy(self.head(self.net[4:](hidden)), batch[1])
 
 
+class DetachedNowAndThen(Net):
+    """A layer lets no gradient through in the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = Valve()
+
+
+class Valve(nn.Linear):
+    """Counts its forwards; nobody looks into a layer for what it decides by."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x if self.calls < 6 else x.detach())
+
+
 def in_later_batch() -> Any:
     return InLaterBatch()
 
 
 def detached() -> Any:
     return Detached()
+
+
+def detached_now_and_then() -> Any:
+    return DetachedNowAndThen()
 
 
 def spread_out() -> Any:
@@ -262,7 +286,8 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
         (manual_normed, {}, ["net.2: BatchNorm takes its mean and variance over 2 rows", ""]),
         (in_batch, {}, ["", "the loss of InBatch.training_step depends on how rows are grouped"]),
         (in_later_batch, {}, ["", "the loss of InLaterBatch.training_step depends on how rows"]),
-        (detached, {}, ["", "stage 1 has no gradient for what it gets of stage 0"]),
+        (detached, {}, ["", ""]),
+        (detached_now_and_then, {}, ["", "stage 1 has no gradient any more for a value"]),
         (in_batch, {"loss_over": "batch"}, ["", ""]),
         (row_by_row, {}, ["", ""]),
         (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),

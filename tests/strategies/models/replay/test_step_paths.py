@@ -118,3 +118,9 @@ def test_a_unit_is_run_as_a_whole_and_may_branch_as_it_likes() -> None:
     module = Straight(nn.Sequential(Body(nn.Linear(2, 2))))
     assert not has_branches(module, "training_step", ["body.0"])
     assert has_branches(module, "training_step", ["body.0.0"])
+
+
+def test_what_stands_between_units_may_choose_too() -> None:
+    module = Straight(nn.Sequential(nn.Linear(2, 2), Body(nn.Tanh()), nn.Linear(2, 2)))
+    assert has_branches(module, "training_step", ["body.0", "body.2"])
+    assert not has_branches(module, "training_step", ["body.0", "body.1", "body.2"])
