@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
     from strategies.models.replay.rows.whole_values import Dealer, Step
     from strategies.models.selective.policy import Selection
+    from strategies.models.state import Generators
     from strategies.sharding_plan import FoundPlan
 
 
@@ -394,9 +395,17 @@ class StageModel(ABC):
         """Whether numbers that a hook may have set are nil or one now that were not, or back."""
         return False
 
-    def way(self, batch: Any, batch_idx: int) -> int | None:
-        """Which way the training step goes for a batch, by its number; None if to no layer."""
+    def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
+        """Which way the training step goes for a batch, by its number; None if to no layer.
+
+        Behind the step, given where generators stood, ``again`` gives the batch that is to be gone
+        through once more, with other numbers; None if that is not needed.
+        """
         return 0
+
+    def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
+        """Finds the layers of a way that is new; generators stand where its step draws from."""
+        raise NotImplementedError
 
     def follow_freezing(self) -> None:
         """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""

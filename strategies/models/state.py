@@ -304,6 +304,14 @@ class Generators:
         assert cpu is not None
         return cls.now().with_torch(cpu, cuda)
 
+    def marks(self) -> tuple[int, int, int]:
+        """Of torch, Python and numpy: the same number on ranks that draw the same."""
+        mark = zlib.crc32(self.cpu.numpy().tobytes())
+        if self.cuda is not None:
+            mark = zlib.crc32(self.cuda.numpy().tobytes(), mark)
+        host = repr(self.python).encode(), b"".join(self._of_numpy())
+        return mark, zlib.crc32(host[0]), zlib.crc32(host[1])
+
     def mark(self) -> int:
         """The same number on ranks whose host draws the same."""
         words = [self.cpu.numpy().tobytes(), repr(self.python).encode(), *self._of_numpy()]
@@ -323,6 +331,13 @@ class Generators:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
+
+
+def own_generators(module: nn.Module) -> list[tuple[torch.Generator, Tensor]]:
+    """The torch generators that a module and its parts keep as attributes, and where they stand."""
+    values = [value for child in module.modules() for value in vars(child).values()]
+    own = {id(value): value for value in values if isinstance(value, torch.Generator)}
+    return [(generator, generator.get_state()) for generator in own.values()]
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from strategies.models.replay.probing import (
 )
 from strategies.models.replay.replay_model import ReplayModel
 from strategies.models.replay.rows.row_scout import RowScout
-from strategies.models.replay.rows.value_plan import Share, ValuePlan, Values
+from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Values
 from strategies.models.replay.rows.whole_values import Dealer, Hand, Step, Where
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageOutput
 from strategies.models.state import kept_generators
@@ -445,16 +445,23 @@ class SegmentModel(DividedStep):
         return self._dealer
 
     def _values(
-        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
+        self,
+        which: Step,
+        batch: Any,
+        where: Where,
+        plan: ValuePlan | None,
+        neutral: bool,
+        given: Given | None = None,
     ) -> Values:
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""
         if which[0] != "train":
             if not self._in_order((which[0], which[1], structure(batch)), batch, *where):
                 return Values()
             assert self._replay is not None
-            return self._replay.values(which, batch, where, plan, neutral)
+            return self._replay.values(which, batch, where, plan, neutral, given)
         device = batch_device(batch, self._module)
-        run = ValueScout(self._modules, device, self._caches["train"], plan, neutral=neutral)
+        cache = self._caches["train"]
+        run = ValueScout(self._modules, device, cache, plan, neutral=neutral, given=given)
         with unchanged(self._module) if plan is None else nullcontext(), self._looked_at(run):
             with suppress(StageDone), run:
                 run.begin()

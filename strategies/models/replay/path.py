@@ -99,6 +99,7 @@ class Path:
             there is none.
         clones_batch: Whether the step writes into its batch.
         left: Attributes that the step leaves with values from before its last layer, and which.
+        drew: Whether the step itself has drawn random numbers.
     """
 
     units: tuple[str, ...]
@@ -107,6 +108,7 @@ class Path:
     cuts: tuple[Cut | str, ...]
     clones_batch: bool
     left: tuple[tuple[str, tuple[int, int, int]], ...] = ()
+    drew: bool = False
 
     def name(self, call: int) -> str:
         """Name of the unit of a call; ``#2`` marks the second call of the same module, etc."""

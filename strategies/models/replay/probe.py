@@ -78,6 +78,7 @@ class Record:
     collectives: list[tuple[int, str]] = field(default_factory=list)
     left: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
     refused: ModelError | None = None  # for those who make an error of their own of it
+    drew: bool = False  # whether the step itself has drawn random numbers
 
 
 class LeakError(BaseException):

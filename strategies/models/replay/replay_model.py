@@ -33,7 +33,7 @@ from strategies.models.replay.probing import Probed, batch_device
 from strategies.models.replay.rows.batch_rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.rows.packed_rows import AsInBatch
 from strategies.models.replay.rows.row_scout import RowScout, scout
-from strategies.models.replay.rows.value_plan import Share, ValuePlan, Values
+from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Values
 from strategies.models.replay.rows.value_run import ValueRun
 from strategies.models.replay.rows.whole_values import Hand, Step, Where
 from strategies.models.replay.stage_run import StageRun
@@ -251,14 +251,20 @@ class ReplayModel(CutModule):
             return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
 
     def values(
-        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
+        self,
+        which: Step,
+        batch: Any,
+        where: Where,
+        plan: ValuePlan | None,
+        neutral: bool,
+        given: Given | None = None,
     ) -> Values:
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""
         path = self._path(which, batch, *where)
         device = batch_device(batch, self._module)
         # Outcomes of its own: what stages find out in their first forwards is for them to see.
         cache = ChainMap(self._value_caches.setdefault(which, {}), self._caches[which])
-        run = ValueRun(self._modules, device, cache, plan, neutral=neutral)
+        run = ValueRun(self._modules, device, cache, plan, neutral=neutral, given=given)
         names = any(e.parameters for events in path.events for e in events)
         logs = LogCapture(lambda value: False, self._module)
         with (

@@ -7,11 +7,8 @@ on the stages that have them. Ways are told apart by runs without layers, before
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable
-from dis import get_instructions
-from types import CodeType
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -19,13 +16,15 @@ from torch import nn
 
 from strategies.errors import ModelError
 from strategies.models.nested import structure
+from strategies.models.replay.branches import has_branches
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import Layout, follow_layout, same_layout
 from strategies.models.replay.path import Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, probe_path
-from strategies.models.replay.rows.value_plan import THROUGH, ValuePlan, Values
+from strategies.models.replay.rows.value_plan import THROUGH, Given, ValuePlan, Values
 from strategies.models.replay.rows.whole_values import Dealer, Step, Where
 from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel
+from strategies.models.state import Generators
 
 # Layers by index, and the names of operations on their values, in order.
 Trail = list[int | str]
@@ -46,7 +45,7 @@ class FollowedSteps(StageModel):
         self._caches: dict[Step, dict[Hashable, Outcome]] = {first: probed.cache}
         self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
-        self._dealer = Dealer(self.values, self._num_calls)
+        self._dealer = Dealer(self.values, self._num_calls, self.decides)
         self._decides: dict[Mode, bool] = {}  # whether a step has branches
         # Of the first batches of those that have, and of all ways of training, by number.
         self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
@@ -116,7 +115,7 @@ class FollowedSteps(StageModel):
             if type(value) in (bool, int, float) and name[0] != "_" and value in (0, 1)
         )
 
-    def way(self, batch: Any, batch_idx: int) -> int | None:
+    def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
         """Which way the training step goes: the same layers, operations between them, and others.
 
         The first one is the probe's. Another one (a loss that joins in later, a layer that is left
@@ -124,11 +123,15 @@ class FollowedSteps(StageModel):
         step of another kind of batch.
         """
         which: Step = ("train", 0, structure(batch))
+        before = Generators.now()
         frozen_anew = which in self._frozen_anew
         self._frozen_anew.discard(which)  # That way is probed again when it is gone.
         path = self._path(which, batch, batch_idx, None)
         self._dealer.clear()
         run = self.values(which, batch, (batch_idx, None), THROUGH, False)
+        other = again(before)
+        if other is not None:
+            run = self.values(which, other, (batch_idx, None), THROUGH, False)
         if frozen_anew:
             self._frozen_anew.add(which)
         trail, others = _way_of(run)
@@ -152,6 +155,9 @@ class FollowedSteps(StageModel):
             return same[0]
         known.append((trail, others))
         return len(known) - 1
+
+    def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
+        self._path(("train", way, structure(batch)), batch, batch_idx, None)
 
     def follow_freezing(self) -> None:
         self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
@@ -206,7 +212,13 @@ class FollowedSteps(StageModel):
 
     @abstractmethod
     def values(
-        self, which: Step, batch: Any, where: Where, plan: ValuePlan | None, neutral: bool
+        self,
+        which: Step,
+        batch: Any,
+        where: Where,
+        plan: ValuePlan | None,
+        neutral: bool,
+        given: Given | None = None,
     ) -> Values:
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""
 
@@ -240,75 +252,3 @@ def refuse_left(path: Path, step: str) -> None:
                 "append what others give to a list, or log it. What goes on from batch to batch "
                 "through layers (the hidden state of an LSTM) needs pp=1."
             )
-
-
-# -- branches ------------------------------------------------------------------------------------
-
-
-def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bool:
-    """Whether a method may go one way or another, so that it does not always call the same layers.
-
-    That is looked for in its code, in the forwards of what holds the ``units`` or stands between
-    them (an activation of one's own), and in the functions and methods of the same object that
-    either names. Torch's own classes and transformers' do not count: what they choose by is their
-    configuration.
-    """
-    inside = {id(child) for unit in units for child in module.get_submodule(unit).modules()}
-    holders = [child for child in module.children() for child in child.modules()]
-    holders = [child for child in holders if id(child) not in inside]
-    todo: list[tuple[nn.Module, str]] = [(module, name), (module, "forward")]
-    todo += [(each, "forward") for each in holders if not _from_library(type(each).__module__)]
-    seen: set[CodeType] = set()
-    while todo:
-        owner, name = todo.pop()
-        own = [kind for kind in type(owner).__mro__ if not _from_library(kind.__module__)]
-        # Also what is overridden: ``super()`` may call it.
-        spaces = (vars(owner), *map(vars, own))
-        parts = [part for space in spaces if name in space for part in _code_of(space[name])]
-        words: set[str] = set()
-        while parts:
-            code, known = parts.pop()
-            if code in seen:
-                continue
-            seen.add(code)
-            if _chooses(code):
-                return True
-            words.update(code.co_names)
-            for word in code.co_names:
-                called = known.get(word)
-                if inspect.isfunction(called) and not _from_library(called.__module__):
-                    parts += _code_of(called)
-            parts += [(each, known) for each in code.co_consts if isinstance(each, CodeType)]
-        todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
-    return False
-
-
-# What a step may count layers by, or pick them with.
-_CHANGING = frozenset({"batch_idx", "current_epoch", "global_step", "trainer"})
-
-
-def _chooses(code: CodeType) -> bool:
-    """Whether code has a condition, reads what changes from step to step, or picks by a name."""
-    before = ""
-    for each in get_instructions(code):
-        if "JUMP" in each.opname and "IF" in each.opname:
-            return True
-        if each.opname.startswith("LOAD_") and each.argval in _CHANGING:
-            return True
-        if each.opname == "BINARY_SUBSCR" and before in ("LOAD_FAST", "LOAD_ATTR"):
-            return True
-        before = before if each.opname == "CACHE" else each.opname
-    return False
-
-
-def _code_of(found: Any) -> list[tuple[CodeType, dict[str, Any]]]:
-    """A function's code and what it knows by name; nothing for what is no function."""
-    found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-    found = inspect.unwrap(found) if callable(found) else None
-    return [(found.__code__, found.__globals__)] if inspect.isfunction(found) else []
-
-
-def _from_library(module: str) -> bool:
-    return module.partition(".")[0] in (
-        "builtins", "lightning", "pytorch_lightning", "torch", "torchmetrics", "transformers",
-    )  # fmt: skip

@@ -306,7 +306,10 @@ class Engine(RankPasses):
                 )
 
         try:
-            self._draws.look(batch, microbatches, options, loaders, whole=self.whole, then=look)
+            self._draws.look(
+                batch, microbatches, options, loaders,
+                whole=self.whole, seed=self.seed_of(0), then=look,
+            )  # fmt: skip
         except ModelError as error:
             return error
         return found
@@ -350,8 +353,9 @@ class Engine(RankPasses):
         """
         options = PassOptions(batch_idx, "train", 1.0, None, None, None)
         self._draws.look(
-            batch, microbatches, options, loaders, whole=self.whole, way=way, then=check
-        )
+            batch, microbatches, options, loaders,
+            whole=self.whole, seed=self.seed_of(step), way=way, then=check,
+        )  # fmt: skip
         self.whole.note()
         return self._draws.deal(
             batch, microbatches, options, loaders,

@@ -24,7 +24,7 @@ from strategies.ir.program import Program
 from strategies.models.collectives import default_group, listed
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
 from strategies.models.stage_model import LogCall
-from strategies.models.state import Fetch, Generators, kept_generators
+from strategies.models.state import Fetch, Generators, kept_generators, own_generators
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
@@ -43,6 +43,8 @@ from strategies.runtime.step.recorder import RankStep, StepRecord, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
 from strategies.runtime.step.whole_batch import Whole
 from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
+
+_MANY_WAYS = 24
 
 
 @dataclass
@@ -101,16 +103,48 @@ class RankPasses(RankWeights):
         Raises:
             ModelError: It comes to no layer, or to others than on another rank.
         """
-        data = split_batch(batch, self.plan.num_microbatches, loaders)[0].data
+        # Of all rows, if each loader has not rows of its own: as many numbers are drawn.
+        apart = loaders is not None
+        data = split_batch(batch, self.plan.num_microbatches, loaders)[0].data if apart else batch
         before = Generators.now()
+        own = own_generators(self.model.module)
+
+        def begin_again() -> None:
+            self.whole.state.take_back()
+            for generator, state in own:
+                generator.set_state(state)
+            self.whole.note()
+
+        def again(begun: Generators) -> Any:
+            nonlocal data
+            drew = any(not generator.get_state().equal(state) for generator, state in own)
+            if not drew and begun.are_now():
+                return None
+            moved = self._draws.stands_elsewhere(begun, self.seed_of(step))
+            if not moved and (self.coordinates.dp == 1 or apart):
+                return None
+            begin_again()
+            if not moved:
+                before.put_back()
+                self._draws.stand(self.seed_of(step))
+            data = data if apart else self._draws.of_replicas(data)
+            return data
+
         self.whole.note()
         try:
             self._draws.stand(self.seed_of(step))
             with default_group(self._parts.replicas):
-                way = self.model.way(data, batch_idx)
+                way = self.model.way(data, batch_idx, again)
+                if way and way not in self._ways:
+                    # What is drawn may decide: a way is probed with what has led to it.
+                    begin_again()
+                    before.put_back()
+                    self._draws.stand(self.seed_of(step))
+                    self.model.follow_way(way, data, batch_idx)
         finally:
-            before.put_back()
+            begin_again()
             self.whole.state.take_back()
+            before.put_back()
         if way is None:
             raise ModelError(
                 f"training_step calls no layer for batch {batch_idx}, and a pipeline cannot leave "
@@ -127,6 +161,12 @@ class RankPasses(RankWeights):
         Not by a collective: one that goes the old way does not ask.
         """
         self._ways.add(way)
+        if len(self._ways) == _MANY_WAYS:
+            rank_zero_info(
+                f"training_step has gone {_MANY_WAYS} ways, and each is looked at once, as the "
+                "first step is. Layers that are left out at random train faster by a mask: "
+                "x = x + keep * (layer(x) - x)."
+            )
         group = self.control_group
         said = [str(way)] if group is None else TensorRanks(group).told(str(way), self._silence_s)
         if set(said) != {str(way)}:
@@ -166,7 +206,7 @@ class RankPasses(RankWeights):
             self._compare_shapes(microbatches)
         if not options.part:
             self._draws.look(
-                batch, microbatches, options, loaders, whole=self.whole,
+                batch, microbatches, options, loaders, whole=self.whole, seed=self.seed_of(step),
                 then=partial(self.whole.compare_layers, options.batch_idx) if train else None,
             )  # fmt: skip
         if self.plan.loss_over == "batch":

@@ -9,7 +9,6 @@ ranks stand at different numbers, since one of them alone has drawn some.
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from strategies.models.collectives import default_group
 from strategies.models.nested import leaves, rebuild, structure
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import Position
-from strategies.models.replay.rows.value_plan import Share, ValuePlan
+from strategies.models.replay.rows.value_plan import Share
 from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.replay.rows.whole_values import Dealer, FewRowsError, Step
 from strategies.models.state import Generators, TorchState, kept_generators, torch_state
@@ -64,6 +63,8 @@ class WholeDraws:
         self._group = group
         self._replicas = replicas
         self._seeded = seeded
+        # Whether all ranks stand at the same numbers, where the step's way has asked for it.
+        self._alike: bool | None = None
         # Where torch's generators stand for what the step draws behind that, for the whole batch.
         self.behind: TorchState | None = None
 
@@ -74,8 +75,21 @@ class WholeDraws:
 
     def stand(self, seed: int) -> None:
         """Puts the generators where a step with this seed draws from."""
-        if self._seeded:
+        if self._seeded or self._alike is False:
             seed_all(seed - self._where.dp_rank)
+
+    def stands_elsewhere(self, before: Generators, seed: int) -> bool:
+        """Whether ranks had different numbers ``before`` this step drew some; collective then.
+
+        Up to its first draw the step is the same on all ranks, so all have drawn or none. Behind
+        it, those of ``seed`` count on all.
+        """
+        if self._seeded or before.are_now():
+            return False
+        began = zip(before.marks(), Generators.now().marks(), strict=True)
+        self._alike = self._agree(before, [mark != now for mark, now in began])
+        self.stand(seed)
+        return not self._alike
 
     def look(
         self,
@@ -85,6 +99,7 @@ class WholeDraws:
         loaders: TreeSpec | None,
         *,
         whole: WholeBatch,
+        seed: int,
         way: int | None = None,
         then: Callable[[Step, Any, Sequence[Any], Sequence[int]], None] | None = None,
     ) -> None:
@@ -108,20 +123,26 @@ class WholeDraws:
         order = torch.randperm(rows, generator=generator).tolist()
 
         def look(order: list[int]) -> None:
+            standing.put_back()
             every = pick_rows(batch, order)
             own = pick_rows(batch, order[rows - part :])
             where = (options.batch_idx, options.dataloader_idx)
             turned = pick_rows(batch, [order[row // 2] for row in range(rows)])
             front = pick_rows(batch, order[:part])
+            dp, replica = self._where.dp, self._where.dp_rank
             dealer.look(
                 step, every, own, turned, front,
                 rows=rows, first=rows - part, where=where, once=whole.once_behind, alone=count == 1,
+                wide=None if dp == 1 else (self.of_replicas(every), dp, replica),
             )  # fmt: skip
             if then is not None and count > 1:
                 others = pick_rows(batch, order[: rows - part])
+                standing.put_back()
                 then(step, every, [others, own], [rows - part, part])
 
         before = Generators.now()
+        self.stand(seed)
+        standing = Generators.now()
         whole.note()
         try:
             with default_group(self._replicas):
@@ -154,6 +175,7 @@ class WholeDraws:
         Returns where the generators stand behind the step; None where it draws nothing.
         """
         dealer = self._dealer
+        known, self._alike = self._alike, None
         self.behind = torch_state()  # From here on microbatches draw, each for itself.
         if self._seeded:
             with kept_generators():
@@ -169,11 +191,11 @@ class WholeDraws:
             return None
         rows = count_rows(batch)
         before = Generators.now()
-        alike = not plan.draws or (not self._seeded and self._agree(before, plan))
+        alike = not plan.draws or (not self._seeded and known is not False)
+        if alike and plan.draws and known is None:
+            alike = self._agree(before, [True, plan.host, plan.host])
         replicas = self._where.dp if plan.draws else 1
-        whole = batch
-        if replicas > 1:
-            whole = pick_rows(batch, [row for row in range(rows) for _ in range(replicas)])
+        whole = self.of_replicas(batch) if plan.draws else batch
         shares = []
         start = 0
         for size in share_sizes(rows, len(microbatches)):
@@ -191,6 +213,13 @@ class WholeDraws:
             before.put_back()
             state.take_back()
         return after if alike and plan.draws else None
+
+    def of_replicas(self, batch: Any) -> Any:
+        """As many rows as all replicas have: they draw for these, and each takes its own."""
+        replicas = self._where.dp
+        if replicas == 1:
+            return batch
+        return pick_rows(batch, [row for row in range(count_rows(batch)) for _ in range(replicas)])
 
     def signed(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """With what shapes between stages depend on besides the batch's."""
@@ -237,18 +266,18 @@ class WholeDraws:
             state.take_back()
             before.put_back()
 
-    def _agree(self, states: Generators, plan: ValuePlan) -> bool:
-        """Whether all ranks of the pipeline would draw the same."""
+    def _agree(self, states: Generators, used: Sequence[bool]) -> bool:
+        """Whether all ranks of the pipeline would draw the same by torch, Python and numpy.
+
+        Of these, those that any rank has ``used`` count.
+        """
         if self._group is None:
             return True
-        mark = zlib.crc32(states.cpu.numpy().tobytes())
-        if states.cuda is not None:
-            mark = zlib.crc32(states.cuda.numpy().tobytes(), mark)
-        if plan.host:
-            mark = zlib.crc32(repr((states.python, states.numpy)).encode(), mark)
-        ends = torch.tensor([mark, -mark])
+        marks = torch.tensor(states.marks())
+        ends = torch.stack([marks, -marks, torch.tensor(used, dtype=torch.int64)])
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._group)
-        return int(ends[0]) == -int(ends[1])
+        most, least, drawn = ends
+        return bool(((most == -least) | (drawn == 0)).all())
 
 
 def _step(microbatches: Sequence[Microbatch], options: PassOptions, way: int | None) -> Step:

@@ -7,7 +7,7 @@ the rows of a microbatch lie in some way, or nobody can tell, and the step is re
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class ValuePlan:
         inside: Points in an activation checkpoint, whose values are changed in place: it is called
             again with the same objects, and without us.
         packs: Whether it packs sequences.
+        decides: Whether what is drawn may decide where the step goes.
     """
 
     ways: Mapping[Position, Mapping[int, Rows | None]]
@@ -101,10 +102,11 @@ class ValuePlan:
     last: Position
     inside: frozenset[Point]
     packs: bool = False
+    decides: bool = False
 
     @property
     def is_empty(self) -> bool:
-        return not self.ways and not self.host and not self.packs
+        return not (self.ways or self.host or self.packs or self.decides)
 
 
 NOTHING = ValuePlan({}, frozenset(), False, False, (-1, 0), frozenset())
@@ -143,6 +145,38 @@ class Share:
             return None
         both = len(value) == self.total * self.replicas and len(own) == self.rows
         return self.of(value, Rows(0)) if both else None
+
+
+class Given:
+    """What the draws of one run were, for another one that is to go the same way.
+
+    ``share`` are the rows that the other run has; a draw that is None is left to it.
+    """
+
+    def __init__(self, draws: Sequence[Draw | None], share: Share) -> None:
+        self._draws = iter(draws)
+        self._share = share
+
+    def put_into(self, result: Any, func: Function, bounds: tuple[int, ...]) -> None:
+        """Writes over what a call has drawn."""
+        known = next(self._draws, None)
+        if known is None or known.func is not func:
+            return
+        drawn = known.result
+        if isinstance(result, Tensor) and isinstance(drawn, Tensor) and result.dtype == drawn.dtype:
+            own = drawn_rows(known, result, self._share, bounds)
+            if own is not None:
+                with torch.no_grad():
+                    result.copy_(own)
+
+
+def drawn_rows(known: Draw, result: Tensor, share: Share, bounds: tuple[int, ...]) -> Tensor | None:
+    """What a run for some rows has of a draw for all; None where nobody can tell."""
+    drawn: Tensor = known.result
+    if result.shape == drawn.shape:
+        return drawn
+    alike = result.is_floating_point() or known.bounds == bounds
+    return share.rows_of(drawn, result) if alike else None
 
 
 def rows_stay(whole: Values, part: Values, front: Values, pair: Pair) -> bool:

@@ -27,7 +27,14 @@ from strategies.models.replay.hole import (
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Position
 from strategies.models.replay.rows.packed_rows import counts_of, packs, places_rows
-from strategies.models.replay.rows.value_plan import Draw, Point, ValuePlan, Values, bounds_of
+from strategies.models.replay.rows.value_plan import (
+    Draw,
+    Given,
+    Point,
+    ValuePlan,
+    Values,
+    bounds_of,
+)
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import Generators, cuda_is_used, kept_generators
 
@@ -56,11 +63,13 @@ class ValueRun(ShapeMode):
         plan: ValuePlan | None = None,
         *,
         neutral: bool = False,
+        given: Given | None = None,
     ) -> None:
         super().__init__(units, device, cache)
         self.values = Values()
         self._plan = plan
         self._neutral = neutral
+        self._given = given
         self._position: Position = (0, 0)
         self._apart = False
 
@@ -152,6 +161,8 @@ class ValueRun(ShapeMode):
         before = _drawn_so_far()
         result = func(*args, **kwargs)
         if kwargs.get("generator") is not None or not _same_states(before, _drawn_so_far()):
+            if self._given is not None:
+                self._given.put_into(result, func, bounds_of(args, kwargs))
             self.values.draws.append(Draw(func, _copy(result), bounds_of(args, kwargs)))
             if self._neutral and isinstance(result, Tensor):
                 _make_neutral(func, result)

@@ -34,10 +34,12 @@ from strategies.models.replay.rows.packed_rows import keep_longest
 from strategies.models.replay.rows.value_plan import (
     NOTHING,
     Draw,
+    Given,
     Share,
     ValuePlan,
     Values,
     bounds_of,
+    drawn_rows,
     find_plan,
     is_same,
     rows_stay,
@@ -137,10 +139,7 @@ class Hand:
             return result
         drawn = known.result
         if isinstance(result, Tensor) and isinstance(drawn, Tensor) and result.dtype == drawn.dtype:
-            own: Tensor | None = drawn
-            if result.shape != drawn.shape:
-                alike = result.is_floating_point() or known.bounds == bounds_of(args, kwargs)
-                own = self._share.rows_of(drawn, result) if alike else None
+            own = drawn_rows(known, result, self._share, bounds_of(args, kwargs))
             if own is not None:
                 with torch.no_grad():
                     result.copy_(own)
@@ -150,17 +149,20 @@ class Hand:
 class Dealer:
     """Finds out what of a module's steps is dealt out, and deals it.
 
-    ``run`` goes through a step, given its key, a batch, its indices, a plan, and whether draws are
-    to be neutral; ``calls`` tells how many layers it calls.
+    ``run`` goes through a step, given its key, a batch, its indices, a plan, whether draws are to
+    be neutral, and what is to be drawn; ``calls`` tells how many layers it calls, ``decides``
+    whether it has branches, which may hang on what is drawn.
     """
 
     def __init__(
         self,
-        run: Callable[[Step, Any, Where, ValuePlan | None, bool], Values],
+        run: Callable[..., Values],
         calls: Callable[[Step, Any, Where], int],
+        decides: Callable[[Mode], bool] = lambda mode: False,
     ) -> None:
         self._run = run
         self._calls = calls
+        self._decides = decides
         self._plans: dict[Step, ValuePlan] = {}
         self._plan: ValuePlan | None = None
         self._values = Values()
@@ -184,26 +186,40 @@ class Dealer:
         where: Where,
         once: bool = False,
         alone: bool = False,
+        wide: tuple[Any, int, int] | None = None,
     ) -> ValuePlan:
         """Finds the plan of a step from a batch of so many rows, and those from ``first`` on.
 
         ``turned`` has as many other rows of the batch, ``front`` its first rows, as many as
-        ``part``. The generators are the caller's care. With ``once``, what is behind the last layer
-        runs for the whole batch alone, and so does all of the step if it is ``alone``.
+        ``part``. The generators stand where the step draws from, and are the caller's care. With
+        ``once``, what is behind the last layer runs for the whole batch alone, and so does all of
+        the step if it is ``alone``. ``wide``: the rows of all replicas, how many these are, and
+        which this one is.
 
         Raises:
             ModelError: As ``find_plan``.
             FewRowsError: The step cannot run on a part.
         """
+        standing = Generators.now() if self._decides(step[0]) else None
 
-        def run(batch: Any, *, seed: int = 1, neutral: bool = False) -> Values:
+        def run(
+            batch: Any, *, seed: int = 1, neutral: bool = False, given: Given | None = None
+        ) -> Values:
             seed_all(seed)
-            found = self._run(step, batch, where, None, neutral)
+            if standing is not None:
+                standing.put_back(host_only=seed != 1)  # Other numbers might lead another way.
+            found = self._run(step, batch, where, None, neutral, given)
             if found.failed is not None and batch is whole:
                 raise found.failed
             return found
 
-        every, last, early = run(whole), run(part), run(front)
+        same: Sequence[Draw | None] = ()
+        if standing is not None and wide is not None:
+            same = run(wide[0]).draws  # As the batch will be gone through.
+        every = run(whole, given=Given(same, Share(0, rows, rows, *(wide or (None,))[1:])))
+        same = every.draws if standing is not None else ()
+        last = run(part, given=Given(same, Share(first, rows - first, rows)))
+        early = run(front, given=Given(same, Share(0, rows - first, rows)))
         pair = Pair(rows, first)
         plan = NOTHING
         for found in (last, early):
@@ -219,11 +235,15 @@ class Dealer:
                 )
         if every.draws or every.host or not rows_stay(every, last, early, pair):
             still = (every, last)
-            if every.draws:
+            if every.draws and standing is None:
                 still = (run(whole, neutral=True), run(part, neutral=True))
+            # What is drawn for no rows may decide about the way, and stays.
+            pairs = zip(every.draws, last.draws, strict=False)
+            same = [one if _shape(one) == _shape(other) else None for one, other in pairs]
+            same = same if standing is not None else ()
             plan = find_plan(
                 every,
-                run(whole, seed=2),
+                run(whole, seed=2, given=Given(same, Share(0, rows, rows))),
                 last,
                 turned=run(turned),
                 front=early,
@@ -234,6 +254,10 @@ class Dealer:
             )
         if every.longest:
             plan = replace(plan, packs=True, last=max(plan.last, every.end))
+        if standing is not None and every.draws:
+            drawing = frozenset(draw.func for draw in every.draws)
+            end = max(plan.last, every.end)
+            plan = replace(plan, draws=True, decides=True, last=end, drawing=drawing)
         self._plans[step] = plan
         return plan
 
@@ -303,6 +327,10 @@ class Dealer:
         self.begin()
         share = self._shares[-1 if microbatch is None else microbatch]
         return Hand(self._plan, self._values, share, goes_on=microbatch is None)
+
+
+def _shape(draw: Draw) -> torch.Size | None:
+    return draw.result.shape if isinstance(draw.result, Tensor) else None
 
 
 def few_rows(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
