@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,22 @@ class Unit:
 
     name: str
     cost: float
+
+
+class RowsMixed(NamedTuple):
+    """Where rows of a batch have a part in what others come to, before the last layer.
+
+    Attributes:
+        line: Of the first layer that gets a row which others have a part in; None for none.
+        uneven: Names of what is logged there and is no mean over rows.
+        number: The line of a number of all rows that the loss takes; None for none.
+        kept: The line of such a value that the step keeps on its module; None for none.
+    """
+
+    line: str | None = None
+    uneven: tuple[str, ...] = ()
+    number: str | None = None
+    kept: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +270,8 @@ class StageModel(ABC):
 
     def mixed_rows(
         self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int], batch_idx: int = 0
-    ) -> tuple[str | None, tuple[str, ...]]:
-        """Where a layer gets rows of a batch that other rows have a part in; None if nowhere.
-
-        And the names of what is logged before the last layer, and is no mean over rows.
+    ) -> RowsMixed:
+        """Where rows of a batch have a part in what others come to, before the last layer.
 
         Args:
             step: What ``dealer`` knows it by, who has looked at it.
@@ -266,7 +280,7 @@ class StageModel(ABC):
             rows: How many each has.
             batch_idx: The batch's number.
         """
-        return None, ()
+        return RowsMixed()
 
     @property
     def dealer(self) -> Dealer | None:
@@ -402,6 +416,10 @@ class StageModel(ABC):
         through once more, with other numbers; None if that is not needed.
         """
         return 0
+
+    def changes_batch(self, mode: Mode) -> bool:
+        """Whether a step that has been looked at writes into its batch."""
+        return False
 
     def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
         """Finds the layers of a way that is new; generators stand where its step draws from."""

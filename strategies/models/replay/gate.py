@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.hooks import BackwardHook
 
 from strategies.errors import ModelError
 from strategies.models.contents import PLAIN, Kind, kind_of
@@ -75,7 +76,18 @@ def gated(
     loggers = getattr(trainer, "_loggers", None)
     if loggers:
         changes.append((vars(trainer), "_loggers", [_Unwritten(each) for each in loggers]))
+    changes.append((vars(torch.nn.modules.module), "BackwardHook", _BackwardHook))
     return replaced(changes)
+
+
+class _BackwardHook(BackwardHook):
+    """Ties the hooks of a module's gradients to its tensors, where these are here."""
+
+    def _apply_on_tensors(self, fn: Any, args: Any) -> Any:
+        if any(isinstance(arg, Hole) for arg in args):
+            return args, None
+        apply: Callable[..., Any] = super()._apply_on_tensors
+        return apply(fn, args)
 
 
 class _Unwritten:

@@ -80,9 +80,10 @@ def follow_layout(path: Path, layout: Layout, step: str) -> Layout:
             where = f"stage {possible[0]}" if possible else "several stages"
             raise ModelError(
                 f"{call.line}: {step} calls {path.name(index)}, which is on {where}, "
-                f"after layers of stage {stage}. Every step must run the layers in the same order; "
-                "where one calls the network twice, let it keep what the first call gave. "
-                "Generation loops and the like need pp=1."
+                f"after layers of stage {stage}. Every step must run the layers in the order of "
+                "the first one, which stages are made for; where one goes through the network once "
+                "more, let the first one do so, too (and multiply by zero), or let it keep what "
+                "the first call gave. Generation loops and the like need pp=1."
             )
         stage = later[0]
         stage_of.append(stage)

@@ -100,6 +100,7 @@ class Path:
         clones_batch: Whether the step writes into its batch.
         left: Attributes that the step leaves with values from before its last layer, and which.
         drew: Whether the step itself has drawn random numbers.
+        kept: Values that the step keeps on its module, or returns in a dict.
     """
 
     units: tuple[str, ...]
@@ -109,6 +110,7 @@ class Path:
     clones_batch: bool
     left: tuple[tuple[str, tuple[int, int, int]], ...] = ()
     drew: bool = False
+    kept: frozenset[tuple[int, int, int]] = frozenset()
 
     def name(self, call: int) -> str:
         """Name of the unit of a call; ``#2`` marks the second call of the same module, etc."""

@@ -79,6 +79,7 @@ class Record:
     left: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
     refused: ModelError | None = None  # for those who make an error of their own of it
     drew: bool = False  # whether the step itself has drawn random numbers
+    kept: list[Key] = field(default_factory=list)  # what the step keeps or returns
 
 
 class LeakError(BaseException):

@@ -25,7 +25,7 @@ from strategies.models.contents import (
     walk,
 )
 from strategies.models.logs import LogCapture
-from strategies.models.nested import cloned, replaced, tensors
+from strategies.models.nested import cloned, leaves, replaced, tensors
 from strategies.models.replay.branches import has_branches
 from strategies.models.replay.gate import as_written, call_step, gated, has_compiled, unchanged
 from strategies.models.replay.hole import Hole, Spec, error_line, user_line
@@ -185,6 +185,7 @@ def run_probe(
     """
     step = STEP_NAMES[mode]
     batch = cloned(batch)
+    held = [id(leaf) for leaf in leaves(batch)]
     versions = [(tensor, tensor._version) for tensor in tensors(batch) if not tensor.is_inference()]
     probe = make(
         list(units.values()),
@@ -221,7 +222,10 @@ def run_probe(
                 raise refused from error
             raise _unsupported(error, probe, step, type(module).__name__) from error
         probe.on_read(result)
-        written = any(
+        for leaf in leaves(result if isinstance(result, dict) else ()):
+            if isinstance(leaf, Hole) and leaf.value is not None:
+                probe.record.kept.append(probe.record.values[leaf.value].key)
+        written = [id(leaf) for leaf in leaves(batch)] != held or any(
             isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
         )
     return probe, result, written
@@ -258,6 +262,7 @@ def _reading_what_stays(
             key = probe.record.values[leaf.value].key
             if gathers or key[0] == num_calls:
                 probe.on_read(leaf)
+                probe.record.kept.append(key)
             else:
                 probe.record.left.append((slot.name, key))
 
@@ -399,6 +404,7 @@ def _make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batc
         clones_batch,
         tuple(record.left),
         record.drew,
+        frozenset(record.kept),
     )
 
 

@@ -32,7 +32,7 @@ from strategies.models.replay.path import Cut
 from strategies.models.replay.probing import Probed, batch_device
 from strategies.models.replay.rows.batch_rows import Pair, RowRun, Rows, find_rows, join
 from strategies.models.replay.rows.packed_rows import AsInBatch
-from strategies.models.replay.rows.row_scout import RowScout, scout
+from strategies.models.replay.rows.row_scout import RowScout, kept_number, number_of_rows, scout
 from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Values
 from strategies.models.replay.rows.value_run import ValueRun
 from strategies.models.replay.rows.whole_values import Hand, Step, Where
@@ -41,6 +41,7 @@ from strategies.models.stage_model import (
     STEP_NAMES,
     LogCall,
     Mode,
+    RowsMixed,
     StageOutput,
 )
 from strategies.models.state import Generators, kept_generators
@@ -174,11 +175,11 @@ class ReplayModel(CutModule):
 
     def mixed_rows(
         self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int], batch_idx: int = 0
-    ) -> tuple[str | None, tuple[str, ...]]:
+    ) -> RowsMixed:
         where: Where = (batch_idx, step[1] or None)
         path = self._path(step, whole, *where)
         if path.clones_batch or len(self._modules) < 2:
-            return None, ()
+            return RowsMixed()
         own = [Share(0, rows[0], sum(rows)), Share(rows[0], rows[1], sum(rows))]
         plan = self._dealer.plan(step)
         self._dealer.clear()
@@ -208,22 +209,28 @@ class ReplayModel(CutModule):
                 as_written() if self._compiled else nullcontext(),
                 found,
             ):
-                call_step(self._module, step[0], cloned(batch), *where)
+                result = call_step(self._module, step[0], cloned(batch), *where)
             found.logged = logs.calls()
+            loss = result.get("loss") if isinstance(result, dict) else result
+            if isinstance(loss, Tensor) and not isinstance(loss, Hole) and loss.numel() == 1:
+                found.loss = float(loss)
             return found
 
         try:
             runs = scout(run, whole, parts, rows, step=STEP_NAMES[step[0]])
         except ModelError:
-            return None, ()
+            return RowsMixed()
         if runs is None:
-            return None, ()
+            return RowsMixed()
         both, some = runs
         shares = [(one.logged, float(number)) for one, number in zip(some, rows, strict=True)]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in self._module.parameters())
         loose = narrow or torch.is_autocast_enabled(batch_device(whole, self._module).type)
         mixed = next((one.mixed for one in some if one.mixed), None)
-        return mixed, no_means(both.logged, shares, loose=loose)
+        parts_of = [float(number) for number in rows]
+        number = number_of_rows(both, some, parts_of, loose=loose) if step[0] == "train" else None
+        kept = kept_number(both, some, parts_of, path.kept, loose=loose)
+        return RowsMixed(mixed, no_means(both.logged, shares, loose=loose), number, kept)
 
     def loss(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -29,8 +29,18 @@ from strategies.models.state import Generators
 # Layers by index, and the names of operations on their values, in order.
 Trail = list[int | str]
 
-# So many ways are told apart by what is done besides layers; more differ from batch to batch.
+# So many ways are told apart by what is done besides layers; more differ from batch to batch. And
+# so many by how often: a loop over what is in a batch goes round another number of times.
 _MOST_WAYS = 32
+_MOST_COUNTS = 8
+
+
+class _Way(NamedTuple):
+    """What one way through a step comes to; None where the probe has not noted it."""
+
+    trail: Trail  # up to the last layer
+    others: frozenset[str] | None = None  # what else is done
+    behind: Trail | None = None  # the operations behind the last layer
 
 
 class FollowedSteps(StageModel):
@@ -49,7 +59,7 @@ class FollowedSteps(StageModel):
         self._decides: dict[Mode, bool] = {}  # whether a step has branches
         # Of the first batches of those that have, and of all ways of training, by number.
         self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
-        self._ways: dict[Step, list[tuple[Trail, frozenset[str] | None]]] = {}
+        self._ways: dict[Step, list[_Way]] = {}
         self._first_switches: frozenset[str] | None = None
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
@@ -137,24 +147,33 @@ class FollowedSteps(StageModel):
         trail, others = _way_of(run)
         # Without branches nobody has asked before numbers changed.
         first = None if self.decides("train") else others | (self._first_switches or frozenset())
-        others |= self._switches()
-        known = self._ways.setdefault(which, [(_trail_of(path), first)])
-        same = [number for number, (way, _) in enumerate(known) if way == trail]
+        now = _Way(trail, others | self._switches(), run.trail[len(trail) :])
+        known = self._ways.setdefault(which, [_Way(_trail_of(path), first)])
+        same = [number for number, way in enumerate(known) if way.trail == trail]
         for number in same:
-            if known[number][1] is None:  # The probe has not noted what else is done.
-                known[number] = trail, others
-            if known[number][1] == others:
-                return number
+            noted = known[number]
+            if noted.others is None or (noted.behind is None and noted.others == now.others):
+                known[number] = now
+        if now in known:
+            return known.index(now)
         if not run.returned:  # It looks at a layer's value, and what follows is not known.
-            began = [n for n, (way, _) in enumerate(known) if way[: len(trail)] == trail != way]
+            began = [
+                n for n, way in enumerate(known) if way.trail[: len(trail)] == trail != way.trail
+            ]
             if began or run.failed is not None:
                 return began[0] if began else 0
         if not trail:
             return None
+        counts = [number for number in same if known[number].others == now.others]
+        if len(counts) >= _MOST_COUNTS:
+            return counts[0]
         if same and len(known) >= _MOST_WAYS:
             return same[0]
-        known.append((trail, others))
+        known.append(now)
         return len(known) - 1
+
+    def changes_batch(self, mode: Mode) -> bool:
+        return any(path.clones_batch for step, path in self._paths.items() if step[0] == mode)
 
     def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
         self._path(("train", way, structure(batch)), batch, batch_idx, None)

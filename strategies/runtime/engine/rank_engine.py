@@ -290,7 +290,8 @@ class Engine(RankPasses):
 
         def look(step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]) -> None:
             nonlocal found
-            mixed, uneven = self.model.mixed_rows(step, whole, parts, rows, options.batch_idx)
+            seen = self.model.mixed_rows(step, whole, parts, rows, options.batch_idx)
+            mixed, uneven = seen.line, seen.uneven
             name = STEP_NAMES[options.mode]
             if mixed is not None:
                 found = ModelError(

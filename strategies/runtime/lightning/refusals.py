@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -48,6 +48,22 @@ def refuse_module(
             f"{type(module._orig_mod).__name__} is compiled as a whole, and a pipeline cuts it. "
             "Compile the layers inside the module, not the LightningModule."
         )
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} is TorchScript (torch.jit.script, torch.jit.trace), which runs below "
+                "Python: nobody can follow it, or take weights of other stages from it. Use the "
+                "module that it was made of (torch.compile makes that faster), or pp=1."
+            )
+        if getattr(child, "max_norm", None) is not None and isinstance(
+            child, nn.Embedding | nn.EmbeddingBag
+        ):
+            raise ModelError(
+                f"{name} has max_norm={child.max_norm:g}: its forward changes its weight, and in a "
+                "pipeline several forwards run before a backward that needs the weight as it was. "
+                "Use max_norm=None and limit rows in on_train_batch_start (weight.data.renorm_), "
+                "or use pp=1."
+            )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ModelError(

@@ -306,6 +306,10 @@ class PipelineStrategy(SetupStrategy):
         if self.is_global_zero:
             self._tell(self._rows_told.mixed(self.engine.whole.mixed))
             self._tell(self._rows_told.logs(self.engine.whole.uneven))
+            self._tell(self._rows_told.gathered(self.engine.whole.gathered))
+            self._tell(self._rows_told.kept(self.engine.whole.kept))
+            hears = "train" in self.engine.whole.carried
+            self._tell(self._rows_told.batch(hears and self.engine.model.changes_batch("train")))
         self._repeat_logs(result, batch)
         if result.loss is None:
             raise ModelError(

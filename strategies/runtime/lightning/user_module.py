@@ -318,7 +318,8 @@ class RowsTold:
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
-        self._logs_told = self._lost_told = False
+        self._logs_told = self._lost_told = self._gathered_told = False
+        self._kept_told = self._batch_told = False
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -422,6 +423,42 @@ class RowsTold:
             "layer, where no stage has the whole batch, and no mean over rows: the number that is "
             "logged is the mean of the microbatches'. Log it behind the last layer (there it is "
             "that of the batch), or use num_microbatches=1."
+        )
+
+    def gathered(self, line: str | None) -> str | None:
+        """Of a line before the last layer that makes one number of all rows, for the loss."""
+        if self._gathered_told or line is None:
+            return None
+        self._gathered_told = True
+        return (
+            f"{line}: {type(self._module).__name__}.training_step makes a number of all rows "
+            "before its last layer (a load balance, a decorrelation), which is no mean over rows, "
+            "and the loss takes it: a pipeline trains the mean of the microbatches' numbers. Fewer "
+            "and larger microbatches come closer to stock Lightning. Made behind the last layer, "
+            "with loss_over=batch, it is that of the batch."
+        )
+
+    def kept(self, line: str | None) -> str | None:
+        """Of a line before the last layer whose value a step keeps, and which is of no row."""
+        if self._kept_told or line is None:
+            return None
+        self._kept_told = True
+        return (
+            f"{line}: {type(self._module).__name__}.training_step keeps or returns a value from "
+            "before its last layer that is made of several rows, or of one: of a batch it is the "
+            "mean of the microbatches' values. Keep what has a row for each of the batch's, make it behind the "
+            "last layer, or use num_microbatches=1."
+        )
+
+    def batch(self, changes: bool) -> str | None:
+        """Of a step that writes into its batch, if hooks get that."""
+        if self._batch_told or not changes:
+            return None
+        self._batch_told = True
+        return (
+            f"{type(self._module).__name__}.training_step changes its batch, and "
+            "on_train_batch_end gets it as it came: each stage and microbatch has a copy. Return "
+            "what hooks need (they get it as outputs), or keep it on the module."
         )
 
     def loss(self, unlike: tuple[float, float] | None) -> str | None:

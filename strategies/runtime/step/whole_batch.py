@@ -71,6 +71,8 @@ class WholeBatch:
             all rows at once, where they differ.
         mixed: The line of a layer that gets rows of a training batch which others have a part in.
         uneven: What is logged before the last layer, and is no mean over rows.
+        gathered: The line of a number that the loss takes, made of all rows before the last layer.
+        kept: The line of such a number that the step keeps on its module.
         once_behind: Whether what lies behind the last layer runs for the whole batch anyway.
         replicas: With whom metrics are computed.
         together: The modes in which a metric's value of a batch is that of all replicas' batches,
@@ -92,6 +94,8 @@ class WholeBatch:
         self.unlike: tuple[float, float] | None = None
         self.mixed: str | None = None
         self.uneven: tuple[str, ...] = ()
+        self.gathered: str | None = None
+        self.kept: str | None = None
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         # For which loaders or ways, and names that are logged.
         self._tried: set[tuple[Mode, int, frozenset[str]]] = set()
@@ -106,8 +110,9 @@ class WholeBatch:
         self, batch_idx: int, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int]
     ) -> None:
         """Looks at a training batch: two parts of it and their numbers of rows."""
-        mixed, uneven = self._model.mixed_rows(step, whole, parts, rows, batch_idx)
-        self.mixed, self.uneven = self.mixed or mixed, self.uneven or uneven
+        found = self._model.mixed_rows(step, whole, parts, rows, batch_idx)
+        self.mixed, self.uneven = self.mixed or found.line, self.uneven or found.uneven
+        self.gathered, self.kept = self.gathered or found.number, self.kept or found.kept
 
     def note(self) -> None:
         """Notes the state to which ``state.take_back`` goes."""

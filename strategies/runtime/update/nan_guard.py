@@ -60,6 +60,8 @@ class Finding:
         text = (
             f"the {thing} of microbatch {self.microbatch} is {self.value} in the forward: {place}"
         )
+        if self.kind == "loss":
+            text += " (a mean over no target, all masked or ignored, is nan: then loss_over=batch)"
         if self.parameter is not None:
             text += f"; the first gradient to show it there is that of {self.parameter}"
         return text

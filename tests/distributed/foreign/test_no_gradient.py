@@ -95,6 +95,20 @@ class Unused(Adam):
         return loss
 
 
+class SecondHeadNowAndThen(Adam):
+    """What a second head gives counts for every other batch, by an expression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        side, hidden = self.side(batch[0]), self.net(batch[0])
+        second, first = self.second(hidden + side), self.head(hidden)
+        more = cross_entropy(second, batch[1]) if batch_idx % 2 == 0 else 0.0
+        return cross_entropy(first, batch[1]) + more
+
+
 class Valve(torch.nn.Module):
     """Stands between layers, and lets no gradient through from the second batch on."""
 
@@ -150,6 +164,7 @@ CASES = [
     TwoBranches,
     TeacherAndStudent,
     Unused,
+    SecondHeadNowAndThen,
     ModuleDecides,
     ByHand,
 ]

@@ -14,8 +14,9 @@ import torchmetrics as tm
 from torch import distributions as D  # noqa: N812
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.data import DataLoader
 
-from tests.distributed.foreign.comparison import Net, equal_to_stock, examples, spread
+from tests.distributed.foreign.comparison import BATCH, Net, equal_to_stock, examples, spread
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -230,6 +231,86 @@ def predicted(module: Any, trainer: Any) -> Any:
     of_rows = torch.cat(trainer.predict(module, examples(seed=3))).sum(1)
     of_batches = torch.stack(trainer.predict(Summed().double(), examples(seed=3)))
     return torch.cat([of_rows, of_batches])
+
+
+class GradientHook(Net):
+    """Halves what flows back through a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[6].register_full_backward_hook(lambda module, given, _: (given[0] * 0.5,))
+
+
+class GradientHookBefore(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[5].register_full_backward_pre_hook(lambda module, given: (given[0] * 0.5,))
+
+
+class DictBatch(Net):
+    def loaders(self, *, replicas: int) -> Any:
+        rows = [{"x": x, "y": y} for x, y in examples(replicas=replicas).dataset]
+        return DataLoader(rows, batch_size=BATCH * replicas)  # type: ignore[arg-type]
+
+
+class TakesFromBatch(DictBatch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        labels = batch.pop("y")
+        return cross_entropy(self(**batch), labels)
+
+
+class PutsIntoBatch(DictBatch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch["x"] = batch["x"] * 2
+        return cross_entropy(self(batch["x"]), batch["y"])
+
+
+class Reseeds(Net):
+    """A seed that is set where nothing is drawn counts for what is drawn later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noisy = batch[0] + 0.1 * torch.randn_like(batch[0])
+        return cross_entropy(self(noisy), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(batch_idx)
+        self.log("loss", cross_entropy(self(batch[0]), batch[1]))
+
+
+@spread([GradientHook, GradientHookBefore, TakesFromBatch, PutsIntoBatch, Reseeds])
+def test_what_a_step_does_besides_comes_to_the_same(
+    ranks: Callable[[int], Ranks], case: type[Net], layout: str
+) -> None:
+    equal_to_stock(ranks, case, layout, max_epochs=2)
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.net[2] = torch.jit.trace(self.net[2], torch.ones(1, 8))
+
+
+class LimitedRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 8, max_norm=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        places = (batch[0] > 0).long()
+        return cross_entropy(self(self.table(places).mean(1)), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [(Scripted, "net.2 is TorchScript"), (LimitedRows, "table has max_norm=1")],
+)
+def test_layers_that_no_pipeline_can_run_are_refused_at_once(
+    ranks: Callable[[int], Ranks], case: type[Net], words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        equal_to_stock(ranks, case, "1f1b")
 
 
 @spread([Uncut])

@@ -163,6 +163,115 @@ class Valve(nn.Linear):
         return super().forward(x if self.calls < 6 else x.detach())
 
 
+class Decorrelated(Net):
+    """A second loss that compares rows of a hidden layer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        products = hidden.T @ hidden / len(hidden)
+        apart = (products - torch.diag(products.diag())).pow(2).sum()
+        loss = nn.functional.cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+        return loss + 0.1 * apart
+
+
+class SecondMean(Net):
+    """A second loss that is a mean over rows, and a sum that is divided later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        size = hidden.pow(2).sum()
+        loss = nn.functional.cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+        return loss + 0.1 * hidden.abs().mean() + 0.1 * size / len(hidden)
+
+
+class Gate(nn.Linear):
+    """Gives what its experts' loads cost, beside their values."""
+
+    def forward(self, x: Tensor) -> Any:
+        chances = super().forward(x).softmax(-1)
+        loads = nn.functional.one_hot(chances.argmax(-1), 8).to(chances.dtype).mean(0)
+        return x * chances, (loads * chances.mean(0)).sum()
+
+
+class Balanced(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden, load = self.gate(batch[0])
+        return nn.functional.cross_entropy(self.head(self.net(hidden)), batch[1]) + load
+
+
+class Keeps(Net):
+    """A list of what becomes of the batch's first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        self.kept.append(self.kept_of(hidden).detach())
+        return nn.functional.cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+
+    def kept_of(self, hidden: Tensor) -> Tensor:
+        return hidden[0]
+
+
+class KeepsSpread(Keeps):
+    def kept_of(self, hidden: Tensor) -> Tensor:
+        return hidden.std()
+
+
+class KeepsMean(Keeps):
+    def kept_of(self, hidden: Tensor) -> Tensor:
+        return hidden.mean(0)
+
+
+class WritesBatch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch[0].mul_(2)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+class WritesForHook(WritesBatch):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.size = float(batch[0].abs().mean())
+
+
+def keeps() -> Any:
+    return Keeps()
+
+
+def keeps_spread() -> Any:
+    return KeepsSpread()
+
+
+def keeps_mean() -> Any:
+    return KeepsMean()
+
+
+def writes_batch() -> Any:
+    return WritesBatch()
+
+
+def writes_for_hook() -> Any:
+    return WritesForHook()
+
+
+def decorrelated() -> Any:
+    return Decorrelated()
+
+
+def second_mean() -> Any:
+    return SecondMean()
+
+
+def balanced() -> Any:
+    return Balanced()
+
+
 def in_later_batch() -> Any:
     return InLaterBatch()
 
@@ -286,6 +395,15 @@ def told(case: str, strategy: dict[str, Any]) -> list[str]:
         (manual_normed, {}, ["net.2: BatchNorm takes its mean and variance over 2 rows", ""]),
         (in_batch, {}, ["", "the loss of InBatch.training_step depends on how rows are grouped"]),
         (in_later_batch, {}, ["", "the loss of InLaterBatch.training_step depends on how rows"]),
+        (decorrelated, {}, ["makes a number of all rows before its last layer", ""]),
+        (decorrelated, {"num_microbatches": 1}, ["", ""]),
+        (second_mean, {}, ["", ""]),
+        (balanced, {}, ["makes a number of all rows before its last layer", ""]),
+        (keeps, {}, ["keeps or returns a value from before its last layer", ""]),
+        (keeps_spread, {}, ["keeps or returns a value from before its last layer", ""]),
+        (keeps_mean, {}, ["", ""]),
+        (writes_batch, {}, ["", ""]),
+        (writes_for_hook, {}, ["WritesForHook.training_step changes its batch", ""]),
         (detached, {}, ["", ""]),
         (detached_now_and_then, {}, ["", "stage 1 has no gradient any more for a value"]),
         (in_batch, {"loss_over": "batch"}, ["", ""]),

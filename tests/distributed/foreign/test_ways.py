@@ -410,7 +410,7 @@ class OtherOrder(Net):
     [
         (NoLayers, "training_step calls no layer for batch 2, .* in the loader"),
         (LeftOutByRank, "other layers than before for batch 2, and not on all ranks"),
-        (OtherOrder, "must run the layers in the same order"),
+        (OtherOrder, "must run the layers in the order of the first one"),
     ],
 )
 def test_a_way_that_cannot_be_followed_is_refused_when_it_comes(

@@ -7,6 +7,7 @@ parts of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from strategies.models.stage_model import LogCall
 from strategies.models.state import kept_generators
 
 Scout = TypeVar("Scout", bound="RowScout")
+_FEW = 4096  # entries of a value that may be a number of the rows
 
 
 def scout(
@@ -78,6 +80,66 @@ def scout(
         return None
 
 
+def number_of_rows(
+    whole: RowScout, parts: Sequence[RowScout], shares: Sequence[float], *, loose: bool
+) -> str | None:
+    """The line of a number that the loss takes, made before the last layer of all rows at once.
+
+    Such a number is no mean over rows, and neither is the loss. None if nobody has seen one.
+    """
+    gathered = next((part.gathered for part in parts if part.gathered is not None), None)
+    if gathered is not None:
+        return gathered
+    losses = [part.loss for part in parts if part.loss is not None]
+    if whole.loss is None or len(losses) < len(parts):
+        return None
+    mean = torch.tensor([whole.loss]), torch.tensor([_mean(losses, shares)])
+    if _alike(*mean, loose=loose):
+        return None
+    found = _no_means(whole, parts, shares, loose=loose)
+    return next(iter(found.values()), None)
+
+
+def kept_number(
+    whole: RowScout,
+    parts: Sequence[RowScout],
+    shares: Sequence[float],
+    kept: frozenset[tuple[int, int, int]],
+    *,
+    loose: bool,
+) -> str | None:
+    """The line of a value that is no mean over rows, among those that the step has ``kept``."""
+    if not any(place in kept for place in whole.numbers):
+        return None
+    found = _no_means(whole, parts, shares, loose=loose)
+    return next((line for place, line in found.items() if place in kept), None)
+
+
+def _no_means(
+    whole: RowScout, parts: Sequence[RowScout], shares: Sequence[float], *, loose: bool
+) -> dict[tuple[int, int, int], str]:
+    """The lines of values before the last layer that are no means of the parts' values."""
+    lines = {}
+    for place, (value, line) in whole.numbers.items():
+        own = [part.numbers[place][0] for part in parts if place in part.numbers]
+        known = len(own) == len(parts) and all(each.shape == value.shape for each in own)
+        if known and not _alike(value, _mean(own, shares), loose=loose):
+            lines[place] = line
+    return lines
+
+
+def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    total = sum(shares)
+    return sum(value * (share / total) for value, share in zip(values, shares, strict=True))
+
+
+def _alike(first: Tensor, second: Tensor, *, loose: bool) -> bool:
+    first, second = first.double(), second.double()
+    if not bool(torch.isfinite(first).all() and torch.isfinite(second).all()):
+        return True
+    return bool(torch.allclose(first, second, rtol=0.03 if loose else 1e-4, atol=1e-6))
+
+
 class UndecidedError(Exception):
     """Nobody can tell where the rows are."""
 
@@ -95,6 +157,10 @@ class RowScout(ShapeMode):
     Attributes:
         mixed: The line of the first layer that gets rows which others have a part in.
         logged: What the step has logged before its last layer.
+        loss: What the step has returned, of this run's rows; None if nobody knows.
+        gathered: The line of the first layer that gives one number for all its rows.
+        numbers: By position and place, small values that are made of layers' before the last one,
+            with their lines.
     """
 
     def __init__(
@@ -111,6 +177,9 @@ class RowScout(ShapeMode):
         super().__init__(units, device, cache)
         self.mixed: str | None = None
         self.logged: tuple[LogCall, ...] = ()
+        self.loss: float | None = None
+        self.gathered: str | None = None
+        self.numbers: dict[tuple[int, int, int], tuple[Tensor, str]] = {}
         self._path = path
         self._share = share
         self._whole = whole
@@ -141,6 +210,9 @@ class RowScout(ShapeMode):
         ways = self._ways(call, given)
         for ordinal, hole in enumerate(produced):
             if isinstance(hole, Hole):
+                single = math.prod(hole.spec.shape) == 1 and hole.spec.dtype.is_floating_point
+                if any(ways) and single and self.gathered is None:
+                    self.gathered = user_line()
                 exchange(hole, self._output((call, ordinal), hole, ways))
                 self.mark(hole)
         self._position = (call + 1, 0)
@@ -161,8 +233,11 @@ class RowScout(ShapeMode):
             result = func(*args, **kwargs)
         if operation_name(func) == "__setitem__" or tensors(result):
             self._position = (call, event + 1)
-        for tensor in tensors(result):
+        for place, tensor in enumerate(tensors(result)):
             self.mark(tensor)
+            few = call < len(self._path.calls) and tensor.numel() <= _FEW
+            if few and tensor.is_floating_point():
+                self.numbers[(*self._position, place)] = tensor.detach().clone(), user_line()
         return result
 
     def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -54,6 +54,7 @@ class Values:
         regions: Points inside an activation checkpoint, which runs again without us.
         lines: Of points, in the user's code.
         host: Whether Python's or numpy's generator was drawn from.
+        moved: Whether any generator stands elsewhere than before, be it for a seed that is set.
         longest: The longest of the sequences that are packed, packing by packing.
         trail: The layers, by index, and the operations on values of theirs, in order.
         others: Names of what else is done: to values without a layer's part, behind the last layer,
@@ -71,6 +72,7 @@ class Values:
     regions: set[Point] = field(default_factory=set)
     lines: dict[Point, str] = field(default_factory=dict)
     host: bool = False
+    moved: bool = False
     longest: list[int] = field(default_factory=list)
     trail: list[int | str] = field(default_factory=list)
     others: set[str] = field(default_factory=set)
@@ -92,7 +94,8 @@ class ValuePlan:
         inside: Points in an activation checkpoint, whose values are changed in place: it is called
             again with the same objects, and without us.
         packs: Whether it packs sequences.
-        decides: Whether what is drawn may decide where the step goes.
+        steers: Whether it is to be gone through for its generators: what is drawn may decide where
+            the step goes, or it sets a seed.
     """
 
     ways: Mapping[Position, Mapping[int, Rows | None]]
@@ -102,11 +105,11 @@ class ValuePlan:
     last: Position
     inside: frozenset[Point]
     packs: bool = False
-    decides: bool = False
+    steers: bool = False
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ways or self.host or self.packs or self.decides)
+        return not (self.ways or self.host or self.packs or self.steers)
 
 
 NOTHING = ValuePlan({}, frozenset(), False, False, (-1, 0), frozenset())

@@ -91,6 +91,7 @@ class ValueRun(ShapeMode):
         """What it has seen; its generators are wherever the step has left them."""
         if self._before is not None:
             self.values.host = not self._before.are_now(host_only=True)
+            self.values.moved = not self._before.are_now()
         self._twins.clear()
         return self.values
 

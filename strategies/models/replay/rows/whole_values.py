@@ -210,7 +210,7 @@ class Dealer:
                 standing.put_back(host_only=seed != 1)  # Other numbers might lead another way.
             found = self._run(step, batch, where, None, neutral, given)
             if found.failed is not None and batch is whole:
-                raise found.failed
+                raise _in_words(found.failed, STEP_NAMES[step[0]])
             return found
 
         same: Sequence[Draw | None] = ()
@@ -254,10 +254,11 @@ class Dealer:
             )
         if every.longest:
             plan = replace(plan, packs=True, last=max(plan.last, every.end))
-        if standing is not None and every.draws:
+        seeds = every.moved and not every.draws and not every.host
+        if seeds or (every.draws and standing is not None):
             drawing = frozenset(draw.func for draw in every.draws)
             end = max(plan.last, every.end)
-            plan = replace(plan, draws=True, decides=True, last=end, drawing=drawing)
+            plan = replace(plan, draws=True, steers=True, last=end, drawing=drawing)
         self._plans[step] = plan
         return plan
 
@@ -327,6 +328,16 @@ class Dealer:
         self.begin()
         share = self._shares[-1 if microbatch is None else microbatch]
         return Hand(self._plan, self._values, share, goes_on=microbatch is None)
+
+
+def _in_words(error: Exception, step: str) -> Exception:
+    if "TorchScript interpreter" not in str(error):
+        return error
+    return ModelError(
+        f"{error_line(error.__traceback__)}: {step} calls a TorchScript function between its "
+        "layers, which runs below Python, where values of other stages are not. Use the Python "
+        "function (torch.compile makes it faster), or call it inside a layer with parameters."
+    )
 
 
 def _shape(draw: Draw) -> torch.Size | None:
