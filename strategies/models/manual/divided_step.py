@@ -24,6 +24,7 @@ from strategies.models.manual.flow_run import (
 )
 from strategies.models.nested import cloned, replaced, structure
 from strategies.models.replay.gate import call_step, gated, unchanged
+from strategies.models.replay.hole import Spec
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import ParameterTable
 from strategies.models.replay.probing import (
@@ -73,6 +74,9 @@ class DividedStep(StageModel):
         self._selective: dict[int, SelectiveLayer] = {}
         self._doors: Doors | None = None
         self._others: frozenset[str] = frozenset()  # what the last batch's step did besides layers
+        # What a training step has left on the module of values of layers, by attribute.
+        self._left: dict[str, Spec] = {}
+        self.uneven: tuple[str, ...] = ()  # names of what training logs and is no mean over rows
         self._kinds: list[tuple[int, frozenset[str]]] = []
         self._current: Any = None  # the run, scout or probe to which the module's doors lead
 
@@ -309,7 +313,9 @@ class DividedStep(StageModel):
         if mode == "train":
             self._probe_once(mode, batch, batch_idx, dataloader_idx, stale)
         # Once more, as the batch after it finds the module.
-        return self._probe_once(mode, batch, batch_idx, dataloader_idx, stale)
+        found = self._probe_once(mode, batch, batch_idx, dataloader_idx, stale)
+        self._left |= stale.specs
+        return found
 
     def _probe_once(
         self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None, stale: Stale

@@ -23,7 +23,7 @@ from strategies.models.manual.dataflow import FlowProbe
 from strategies.models.manual.flow_run import Action
 from strategies.models.nested import leaves, tensors
 from strategies.models.replay.gate import MARKER, unwatched
-from strategies.models.replay.hole import Hole
+from strategies.models.replay.hole import Hole, Spec
 from strategies.models.replay.path import ParameterTable
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
@@ -43,6 +43,11 @@ class Stale:
 
     def note(self, changes: Mapping[str, Any]) -> None:
         self._left = {name: value for name, value in changes.items() if isinstance(value, Hole)}
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Of values of layers, by the attribute that the step has left them in."""
+        return {name: value.spec for name, value in self._left.items()}
 
     def leave(self) -> dict[int, str]:
         """Puts them there, as values that nobody knows; gives their names by identity."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strategies.errors import ModelError
+from strategies.models.logs import LogCapture, no_means
 from strategies.models.manual.dataflow import refuse_gradients
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, user_line
 from strategies.models.replay.rows.row_scout import RowScout, scout
@@ -31,6 +32,7 @@ class LossScout(RowScout):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.losses: list[tuple[str, float]] = []
+        self.logs: LogCapture | None = None
 
     def act(self, action: Any) -> None:
         """Nothing is updated: this is no training."""
@@ -55,8 +57,8 @@ def compare_losses(
     rows: Sequence[int],
     *,
     step: str,
-) -> None:
-    """Refuses losses that are not means over rows.
+) -> tuple[str, ...]:
+    """Refuses losses that are not means over rows; gives the names of what else is logged so.
 
     Args:
         run: Runs the step for a batch, which has these rows of another.
@@ -70,7 +72,7 @@ def compare_losses(
     """
     found = scout(run, whole, parts, rows, step=step)
     if found is None:
-        return
+        return ()
     both, some = found
     total = sum(rows)
     mixed = next((one.mixed for one in some if one.mixed is not None), None)
@@ -82,7 +84,7 @@ def compare_losses(
         )
     for number, (line, loss) in enumerate(both.losses):
         if any(len(one.losses) <= number for one in some):
-            return
+            return ()
         mean = sum(
             one.losses[number][1] * size / total for one, size in zip(some, rows, strict=True)
         )
@@ -94,3 +96,5 @@ def compare_losses(
                 "averages over something else, and with manual optimization each microbatch has a "
                 "backward of its own. Take the mean over rows, or use num_microbatches=1."
             )
+    logged = [(one.logged, float(size)) for one, size in zip(some, rows, strict=True)]
+    return no_means(both.logged, logged, loose=False)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst, shapes_only
+from strategies.models.logs import LogCapture
 from strategies.models.manual.divided_step import DividedStep
 from strategies.models.manual.flow_layout import FlowLayout
 from strategies.models.manual.flow_run import (
@@ -330,6 +331,10 @@ class SegmentModel(DividedStep):
         for (_, number), strand in sorted(self._strands.items()):
             if number == microbatch:
                 strand.leave_attributes(watched)
+        for name, spec in self._left.items():
+            hole = Hole(spec)
+            hole.left = name
+            self._module.__dict__[name] = hole
 
     # -- evaluation ------------------------------------------------------------------------
 
@@ -508,11 +513,14 @@ class SegmentModel(DividedStep):
                 whole=both,
                 hand=self._dealer.hand(number),
             )
+            scout.logs = logs = LogCapture(lambda value: not isinstance(value, Hole), self._module)
             with unchanged(self._module), torch.no_grad(), self._looked_at(scout), scout:
                 call_step(self._module, "train", cloned(batch), 0)
+            scout.logged = logs.calls()
             return scout
 
-        compare_losses(run, whole, parts, rows, step=STEP_NAMES["train"])
+        compare = partial(compare_losses, run, whole, parts, rows, step=STEP_NAMES["train"])
+        self.uneven = compare() or self.uneven
 
 
 def _kind(report: Report) -> Hashable:

@@ -98,6 +98,7 @@ class Hole(Tensor):
         unit: Index of the unit call that made it, None where made between units.
         parameter: Global name, for holes that stand for a parameter of another rank.
         owner: The shape mode that answers operations which reach the hole below Python.
+        left: Attribute of the module in which a step has left the value, which no rank has whole.
     """
 
     spec: Spec
@@ -105,6 +106,7 @@ class Hole(Tensor):
     unit: int | None
     parameter: str | None
     owner: Any
+    left: str | None
     _meta: Tensor | None
 
     def __new__(cls, spec: Spec, meta: Tensor | None = None, owner: Any = None) -> Hole:
@@ -112,7 +114,7 @@ class Hole(Tensor):
             cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=spec.device
         )
         hole.spec = spec
-        hole.value = hole.unit = hole.parameter = None
+        hole.value = hole.unit = hole.parameter = hole.left = None
         hole.owner = owner
         hole._meta = meta
         return hole
@@ -128,7 +130,7 @@ class Hole(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hole:
         copied = Hole(self.spec)
-        copied.parameter = self.parameter
+        copied.parameter, copied.left = self.parameter, self.left
         memo[id(self)] = copied
         return copied
 
@@ -211,6 +213,13 @@ def dataless(func: Function, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
 
 def _unreachable(func: Function, args: Args) -> ModelError:
     holes = [item for item in args if isinstance(item, Hole)]
+    left = next((hole.left for hole in holes if hole.left), None)
+    if left is not None:
+        return ModelError(
+            f"{user_line()}: self.{left} was left by a step with manual optimization, and each "
+            "stage and microbatch has a part of it. Log it in the step (self.log takes means and "
+            "sums over the batch), or make it anew in the hook."
+        )
     name = next((hole.parameter for hole in holes if hole.parameter), None)
     what = f"parameter {name} of another pipeline stage" if name else "a value of another stage"
     return ModelError(

@@ -170,6 +170,7 @@ class ManualOptimization:
         self._strategy = strategy
         self._model = model
         self._flags: tuple[bool, ...] | None = None
+        self._extras: list[str] = []  # what the last step has returned besides the loss
         model.forget_optimizers()
 
     def training_step(
@@ -239,6 +240,8 @@ class ManualOptimization:
             for end in ended
             if end.stage == result_stage
         ]
+        results = [end.result for end in ended if isinstance(end.result, Mapping)]
+        self._extras = sorted({str(name) for each in results for name in each} - {"loss"})
         known = [value * share for value, share in values if value is not None]
         own = sum(known) if known and len(known) == len(values) else None
         calls = [
@@ -247,6 +250,10 @@ class ManualOptimization:
             for call in end.logs
         ]
         return self._strategy.engine.share_ends(own, calls, rows)
+
+    def uneven(self, *, hears: bool) -> tuple[Sequence[str], Sequence[str]]:
+        """Names of what is logged and no mean over rows, and of what is returned for hooks."""
+        return self._model.uneven, self._extras if hears else ()
 
     def _check_flags(self) -> None:
         """Freezing between batches would leave gradients out of the replicas' sums."""

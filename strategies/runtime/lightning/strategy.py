@@ -267,6 +267,8 @@ class PipelineStrategy(SetupStrategy):
                     batch, batch_idx, trainer.fit_loop.total_batch_idx, self._loaders
                 )
             self._repeat_logs(result, batch)
+            hears = "train" in self.engine.whole.carried
+            self._tell(self._rows_told.by_hand(*self._manual.uneven(hears=hears)))
             return self._shown(result.loss)
         scale = None
         if self._scaler is not None:

@@ -425,6 +425,26 @@ class RowsTold:
             "that of the batch), or use num_microbatches=1."
         )
 
+    def by_hand(self, names: Sequence[str], returned: Sequence[str]) -> str | None:
+        """Of manual optimization: what is logged and no mean over rows, and returned for hooks."""
+        if self._logs_told or not (names or returned):
+            return None
+        self._logs_told = True
+        step = f"{type(self._module).__name__}.training_step"
+        told = []
+        if names:
+            told.append(
+                f"{step} logs {', '.join(names)}, no mean over rows: with manual optimization the "
+                "number that is logged is the mean of the microbatches'. num_microbatches=1 gives "
+                "that of the batch."
+            )
+        if returned:
+            told.append(
+                f"{step} returns {', '.join(returned)}: with manual optimization "
+                "on_train_batch_end gets the loss alone. Log it."
+            )
+        return " ".join(told)
+
     def gathered(self, line: str | None) -> str | None:
         """Of a line before the last layer that makes one number of all rows, for the loss."""
         if self._gathered_told or line is None:
@@ -446,8 +466,8 @@ class RowsTold:
         return (
             f"{line}: {type(self._module).__name__}.training_step keeps or returns a value from "
             "before its last layer that is made of several rows, or of one: of a batch it is the "
-            "mean of the microbatches' values. Keep what has a row for each of the batch's, make it behind the "
-            "last layer, or use num_microbatches=1."
+            "mean of the microbatches' values. Keep what has a row for each of the batch's, make "
+            "it behind the last layer, or use num_microbatches=1."
         )
 
     def batch(self, changes: bool) -> str | None:

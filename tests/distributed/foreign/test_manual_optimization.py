@@ -26,6 +26,7 @@ from tests.distributed.foreign.comparison import (
     spread,
     train,
 )
+from tests.distributed.foreign.test_rows_told import told
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -596,3 +597,53 @@ def validated_first() -> int:
 
 def test_a_module_may_be_validated_before_it_is_trained(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(validated_first) == [8, 8]
+
+
+class Tells(Manual):
+    """Logs what is no mean, and returns more than its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("mean", logits.mean())
+        self.log("spread", logits.detach().std())
+        return {"loss": loss.detach(), "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = float(outputs["loss"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_hooks_and_logs_do_not_get_is_said(ranks: Callable[[int], Ranks]) -> None:
+    case = f"{__name__}:Tells"
+    first, second = ranks(2).run(told, case=case, strategy={"pp": 2, "schedule": "1f1b"})
+    assert all("logs spread, no mean" in line and "mean," not in line for line in first)
+    assert len(first) == 1
+    assert any("returns logits" in line for line in (*first, *second))
+
+
+class Leaves(Tells):
+    """Keeps a value of a step for a hook, which was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest = torch.tensor(0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.latest = result["loss"]
+        return result
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = float(self.latest)
+
+
+def test_what_a_step_has_left_is_no_number_of_the_batch(ranks: Callable[[int], Ranks]) -> None:
+    with pytest.raises(AssertionError, match="latest was left by a step with manual"):
+        equal_to_stock(ranks, Leaves, "1f1b")
