@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -205,7 +206,7 @@ def dataless(func: Function, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         return True, repr(args[0]) if isinstance(args[0], Hole) else func(*args, **kwargs)
     if isinstance(args[0] if args else None, Hole):
         if name == "register_hook":
-            return True, torch.utils.hooks.RemovableHandle({})
+            return True, torch.utils.hooks.RemovableHandle(OrderedDict())
         if name == "retain_grad":
             return True, None
     return False, None

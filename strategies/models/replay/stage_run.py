@@ -310,9 +310,10 @@ class StageRun(ShapeMode):
     def _other_path(self, what: str, line: str) -> ModelError:
         return ModelError(
             f"{self._step} took another path than in the probe: {what} (now {user_line()}, then "
-            f"{line}). A pipeline needs the same calls for all rows of a batch: replace "
-            "layer-drop, early exits and branches on data or random numbers by masks "
-            "(torch.where), or use pp=1."
+            f"{line}). A pipeline needs the same calls for all rows of a batch: replace early "
+            "exits and branches on data by masks (torch.where), and register hooks of modules in "
+            "__init__ or setup, before the step is looked at (on_fit_start is behind that); or use "
+            "pp=1."
         )
 
 

@@ -247,6 +247,15 @@ class GradientHookBefore(Net):
         self.net[5].register_full_backward_pre_hook(lambda module, given: (given[0] * 0.5,))
 
 
+class ValueHook(Net):
+    """Halves what flows back through a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        hidden.register_hook(lambda gradient: gradient * 0.5)
+        return cross_entropy(self.head(self.net[4:](hidden)), batch[1])
+
+
 class DictBatch(Net):
     def loaders(self, *, replicas: int) -> Any:
         rows = [{"x": x, "y": y} for x, y in examples(replicas=replicas).dataset]
@@ -277,7 +286,7 @@ class Reseeds(Net):
         self.log("loss", cross_entropy(self(batch[0]), batch[1]))
 
 
-@spread([GradientHook, GradientHookBefore, TakesFromBatch, PutsIntoBatch, Reseeds])
+@spread([GradientHook, GradientHookBefore, ValueHook, TakesFromBatch, PutsIntoBatch, Reseeds])
 def test_what_a_step_does_besides_comes_to_the_same(
     ranks: Callable[[int], Ranks], case: type[Net], layout: str
 ) -> None:
