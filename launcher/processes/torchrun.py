@@ -48,11 +48,14 @@ from strategies.small_file import FileRefusedError, opened, parse_json
 
 WORD = "cluster=torchrun"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_KEY = "foldpipe/task"
+_KEY = "foldpipe/task"  # for each other rank its own, which says again what that one has asked
+_ASKED = "foldpipe/asked"
 _HEARD = "foldpipe/heard"
 _PLACE = "FOLDPIPE_PLACE"
 _GRACE_S = 1.0
 _MOST_KEY_BYTES = 4096
+_MOST_NONCE = 64
+_LOOK_AGAIN_S = 2.0  # once all have been answered
 _MOST_SAID, _MOST_PORT = 300, 65_535
 _FAREWELL_S = 20.0  # for the others to import torch
 _PATIENCE = timedelta(minutes=30)  # for rank 0 to compose, compile and check
@@ -68,6 +71,7 @@ def joins(words: Sequence[str]) -> bool:
     if WORD not in words or not _inside():
         return False
     _check_numbers()
+    _TOLD.clear()
     StopRequest().install(signal.SIGUSR1, signal.SIGTERM)
     return True
 
@@ -139,7 +143,7 @@ def lead(
     # In a variable: the store lives in this process where torchrun's agent has none.
     store = _meet()
     place = _own_place()
-    store.set(_KEY, signed({"run_dir": str(run_dir), "task": task, "place": place}))
+    _answer(store, {"run_dir": str(run_dir), "task": task, "place": place})
     try:
         with events_told_to(on_event), _met_at(place):
             _work(run_dir, task)
@@ -159,8 +163,10 @@ def lead(
 def follow() -> int:
     """Runs any other rank's part; returns its exit code."""
     store = _meet()
+    nonce = secrets.token_hex(16)
     with _lost_in_words("was lost"):
-        told = _heard(store)
+        store.set(f"{_ASKED}/{rank()}", nonce)
+        told = _heard(store, nonce)
     if "code" in told:
         store.add(_HEARD, 1)
         return int(told["code"])  # rank 0 has said why
@@ -231,9 +237,9 @@ def _met_at(place: Sequence[Any] | None) -> Iterator[None]:
 def dismiss(code: int) -> None:
     """Ends the other ranks where rank 0 has been refused before it told them anything."""
     with contextlib.suppress(Exception):
-        store = _meet()
-        if not store.check([_KEY]) or read_signed(store.get(_KEY)) is None:
-            store.set(_KEY, signed({"code": code}))
+        if not _TOLD.is_set():
+            store = _meet()
+            _answer(store, {"code": code})
             # Where torchrun's agent has no store it is ours, and lives as long as we do.
             until = time.monotonic() + _FAREWELL_S
             while store.add(_HEARD, 0) < int(os.environ["WORLD_SIZE"]) - 1:
@@ -306,15 +312,48 @@ def _lost_in_words(what: str) -> Iterator[None]:
 # read there decides what they run; the key is in a file that only this user can read, so ranks on
 # several hosts need a common home, or the key in a variable.
 
+#
+# The signature is for one number, too, which the rank that hears it has made for this start: what
+# somebody has written down of another run is no answer to it.
+
 KEY_VARIABLE = "FOLDPIPE_KEY"
+_TOLD = threading.Event()  # whether this process, rank 0, has said anything
 _LOOK_S = 0.2
 _COMPLAIN_S = 20.0
 
 
-def signed(content: Mapping[str, Any]) -> str:
-    """Text that only somebody with this user's key can have written, for this set of processes."""
+def _answer(store: Any, content: Mapping[str, Any]) -> None:  # noqa: ANN401 -- as ``_meet``
+    """Tells each other rank that asks, from now on."""
+    _TOLD.set()
+    # Ranks meet at another port later on, which this process then has in its environment.
+    given = (store, content, _where())
+    threading.Thread(target=_serve, args=given, name="answers", daemon=True).start()
+
+
+def _serve(store: Any, content: Mapping[str, Any], where: str) -> None:  # noqa: ANN401 -- as ``_meet``
+    others = range(1, int(os.environ["WORLD_SIZE"]))
+    answered: dict[int, str] = {}
+    with contextlib.suppress(Exception):  # The store has ended, and with it who asks.
+        while True:
+            for other in others:
+                key = f"{_ASKED}/{other}"
+                if not store.check([key]):
+                    continue
+                asked = store.get(key)
+                nonce = asked if isinstance(asked, str) else asked.decode(errors="replace")
+                if answered.get(other) != nonce and len(nonce) <= _MOST_NONCE:
+                    answered[other] = nonce
+                    store.set(f"{_KEY}/{other}", signed({**content, "to": nonce}, where))
+            time.sleep(_LOOK_AGAIN_S if len(answered) == len(others) else _LOOK_S)
+
+
+def signed(content: Mapping[str, Any], where: str | None = None) -> str:
+    """Text that only somebody with this user's key can have written, for this set of processes.
+
+    ``where`` is that set as it was; None for now.
+    """
     text = json.dumps(content)
-    return json.dumps({"text": text, "mac": _mac(text)})
+    return json.dumps({"text": text, "mac": _mac(text, where)})
 
 
 def read_signed(data: str | bytes) -> dict[str, Any] | None:
@@ -330,9 +369,15 @@ def read_signed(data: str | bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _heard(store: Any) -> dict[str, Any]:  # noqa: ANN401 -- a torch.distributed.Store
-    """What rank 0 has told; what a stranger has left in its place is waited over."""
-    told = read_signed(store.get(_KEY))
+def _heard(store: Any, nonce: str) -> dict[str, Any]:  # noqa: ANN401 -- a torch.distributed.Store
+    """What rank 0 has answered; what a stranger has left in its place is waited over."""
+    key = f"{_KEY}/{rank()}"
+
+    def look() -> dict[str, Any] | None:
+        told = read_signed(store.get(key))
+        return told if told is not None and told.get("to") == nonce else None
+
+    told = look()
     began, complained = time.monotonic(), False
     while told is None:
         time.sleep(_LOOK_S)
@@ -342,20 +387,25 @@ def _heard(store: Any) -> dict[str, Any]:  # noqa: ANN401 -- a torch.distributed
         if waited > _COMPLAIN_S and not complained:
             complained = True
             sys.stderr.write(f"rank {rank()} goes on waiting for rank 0: {_unsigned()}\n")
-        told = read_signed(store.get(_KEY))
+        told = look()
     return told
 
 
 def _unsigned() -> str:
     return (
-        "what is in the store where the ranks meet is not signed with this user's key, so it is "
-        f"not used. Where hosts have no common home, set {KEY_VARIABLE} to the same secret on all."
+        "what is in the store where the ranks meet is not signed with this user's key for this "
+        f"start, so it is not used. Where hosts have no common home, set {KEY_VARIABLE} to the "
+        "same secret on all."
     )
 
 
-def _mac(text: str) -> str:
+def _where() -> str:
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "MASTER_PORT")
-    where = "\0".join(os.environ.get(name, "") for name in names)
+    return "\0".join(os.environ.get(name, "") for name in names)
+
+
+def _mac(text: str, where: str | None = None) -> str:
+    where = _where() if where is None else where
     return hmac.new(_key(), f"{where}\0{text}".encode(), hashlib.sha256).hexdigest()
 
 

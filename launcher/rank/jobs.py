@@ -142,7 +142,7 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
         devices=min(gpus, run.world_size // run.config.cluster.nodes) if on_gpu else "auto",
         num_nodes=run.config.cluster.nodes,
         strategy=_strategy(run),
-        plugins=[LightningEnvironment()],
+        plugins=[_Places(run.world_size // run.config.cluster.nodes)],
         callbacks=[KeepSignal(), *callbacks],
         logger=logger or False,
         default_root_dir=run_dir,
@@ -157,6 +157,17 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
         enable_progress_bar=False,
         **arguments,
     )
+
+
+class _Places(LightningEnvironment):
+    """Where ranks are, by their numbers alone, whatever NODE_RANK and GROUP_RANK say."""
+
+    def __init__(self, per_node: int) -> None:
+        super().__init__()
+        self._per_node = per_node
+
+    def node_rank(self) -> int:
+        return int(os.environ["RANK"]) // self._per_node
 
 
 def build_model(run: Run) -> pl.LightningModule:

@@ -34,6 +34,8 @@ def test_variables_are_known_by_their_names():
         "PGPASSWORD": "hunter2hunter3", "MYSQL_PWD": "hunter2hunter4", "GITHUB_PAT": "hunter2-5",
         "SSH_PASSPHRASE": "hunter2 hunter6", "NPM_AUTH": "hunter2hunter7", "MYTOKEN": "hunter2-8",
         "SLACK_WEBHOOK_URL": "https://hooks.example.com/services/T0/B0/x9",
+        "ENCRYPTION_KEYS": "hunter2-12", "LDAP_BINDPW": "hunter2-13", "GPG_PIN": "hunter2-14",
+        "VAULT_UNSEAL": "hunter2-15", "AWS_SESSION": "hunter2-16", "WANDB_API": "hunter2-17",
         "DATABASE_URL": "postgres://me:hunter2-10@db/name", "https_proxy": "http://me:hunter2-11@p",
     }  # fmt: skip
     text = " ".join(f"{name}: {value}" for name, value in more.items())

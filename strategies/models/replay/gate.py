@@ -415,6 +415,6 @@ def _restore(tensor: Tensor, saved: Tensor) -> None:
         exchange(tensor, saved)
     elif tensor.is_meta or isinstance(tensor, FakeTensor):
         return  # A shape has no numbers.
-    elif not torch.equal(tensor, saved):
+    elif tensor.layout != torch.strided or not torch.equal(tensor, saved):
         with torch.no_grad():
             tensor.copy_(saved)

@@ -64,6 +64,12 @@ def refuse_module(
                 "Use max_norm=None and limit rows in on_train_batch_start (weight.data.renorm_), "
                 "or use pp=1."
             )
+    for name, buffer in module.named_buffers():
+        if buffer.layout != torch.strided:
+            raise ModelError(
+                f"{name} is a sparse buffer, and gloo and NCCL bring dense ones from rank to rank. "
+                f"Use a plain attribute, which each rank makes for itself, or {name}.to_dense()."
+            )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ModelError(

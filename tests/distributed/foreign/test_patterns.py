@@ -256,6 +256,25 @@ class ValueHook(Net):
         return cross_entropy(self.head(self.net[4:](hidden)), batch[1])
 
 
+def edges() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that invariants are not checked
+        return torch.eye(8).to_sparse()
+
+
+class SparseBetween(Net):
+    """A graph's edges, applied to what a layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges = edges()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        spread_out = torch.sparse.mm(self.edges.to(hidden.dtype), hidden.T).T
+        return cross_entropy(self.head(self.net[4:](spread_out)), batch[1])
+
+
 class DictBatch(Net):
     def loaders(self, *, replicas: int) -> Any:
         rows = [{"x": x, "y": y} for x, y in examples(replicas=replicas).dataset]
@@ -286,7 +305,17 @@ class Reseeds(Net):
         self.log("loss", cross_entropy(self(batch[0]), batch[1]))
 
 
-@spread([GradientHook, GradientHookBefore, ValueHook, TakesFromBatch, PutsIntoBatch, Reseeds])
+@spread(
+    [
+        GradientHook,
+        GradientHookBefore,
+        ValueHook,
+        SparseBetween,
+        TakesFromBatch,
+        PutsIntoBatch,
+        Reseeds,
+    ]
+)
 def test_what_a_step_does_besides_comes_to_the_same(
     ranks: Callable[[int], Ranks], case: type[Net], layout: str
 ) -> None:
@@ -311,9 +340,19 @@ class LimitedRows(Net):
         return cross_entropy(self(self.table(places).mean(1)), batch[1])
 
 
+class SparseBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", edges())
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
-    [(Scripted, "net.2 is TorchScript"), (LimitedRows, "table has max_norm=1")],
+    [
+        (Scripted, "net.2 is TorchScript"),
+        (LimitedRows, "table has max_norm=1"),
+        (SparseBuffer, "edges is a sparse buffer"),
+    ],
 )
 def test_layers_that_no_pipeline_can_run_are_refused_at_once(
     ranks: Callable[[int], Ranks], case: type[Net], words: str

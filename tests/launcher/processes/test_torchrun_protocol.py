@@ -73,6 +73,7 @@ def store(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     shared = Store()
     monkeypatch.setattr(torchrun, "_meet", lambda: shared)
+    monkeypatch.setattr(torchrun, "rank", rank)
 
     def leave(code: int) -> None:
         raise SystemExit(code)
@@ -101,9 +102,20 @@ def lead(*words: str) -> tuple[int | str | None, str, str]:
 
 
 def follower(answers: list[int]) -> threading.Thread:
-    thread = threading.Thread(target=lambda: answers.append(torchrun.follow()))
+    thread = threading.Thread(target=lambda: answers.append(torchrun.follow()), name="rank 1")
     thread.start()
     return thread
+
+
+def followed() -> int:
+    """What rank 1 ends with, which rank 0 has told before."""
+    codes: list[int] = []
+    follower(codes).join(60)
+    return codes[0]
+
+
+def rank() -> int:
+    return 1 if threading.current_thread().name == "rank 1" else int(os.environ["RANK"])
 
 
 RUN = (*MODEL, "pp=2", "hydra.run.dir=run")
@@ -122,7 +134,7 @@ def test_rank_0_tells_the_others_what_it_has_written(store, tmp_path, monkeypatc
     assert (code, errors) == (0, "")
     assert read_result(tmp_path / "run")["status"] == "done"
     assert f"files: {tmp_path / 'run'}" in output
-    assert torchrun.follow() == 0
+    assert followed() == 0
     assert seen[0] == seen[1] == json.loads((tmp_path / "run" / "resolved.json").read_text())
     assert seen[0]["config"]["cluster"]["nodes"] == 1
 
@@ -153,7 +165,7 @@ def test_a_preempted_run_ends_with_85_on_every_rank(store, tmp_path, monkeypatch
     assert code == 85
     assert errors.startswith("error: SIGTERM has stopped the run after step 3")
     assert read_result(tmp_path / "run")["status"] == "preempted"
-    assert torchrun.follow() == 85
+    assert followed() == 85
 
 
 @pytest.mark.parametrize(
@@ -188,7 +200,7 @@ def test_a_failing_rank_leaves_its_word(store, tmp_path, monkeypatch, capsys):
     assert code == 2
     assert errors == "error: this layer is odd\n"
     monkeypatch.setenv("RANK", "1")
-    assert torchrun.follow() == 2
+    assert followed() == 2
     assert "error: this layer is odd" in capsys.readouterr().err
     left = json.loads((tmp_path / "run" / "logs" / "rank_00001.error.json").read_text())
     assert (left["rank"], left["message"]) == (1, "this layer is odd")
@@ -243,7 +255,7 @@ def test_what_a_stranger_has_left_in_the_store_ends_nobody(left, store, tmp_path
         write_outcome(run_dir, dict(OUTCOME), stopped_by=None)
 
     job(monkeypatch, run)
-    store.set("foldpipe/task", left)
+    store.set("foldpipe/task/1", left)
     codes: list[int] = []
     other = follower(codes)
     other.join(0.1)
@@ -289,9 +301,34 @@ def test_a_store_that_is_lost_is_one_message(store, tmp_path, monkeypatch):
     )
 
 
+def test_what_was_said_to_another_run_is_no_word_of_this_one(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen: list[Path] = []
+
+    def run(task: dict[str, Any], run_dir: Path) -> None:
+        seen.append(run_dir)
+        write_outcome(run_dir, dict(OUTCOME), stopped_by=None)
+
+    job(monkeypatch, run)
+    assert lead(*RUN)[0] == 0
+    assert followed() == 0
+    recorded = store.get("foldpipe/task/1")
+    later = Store()
+    later.set("foldpipe/task/1", recorded)
+    monkeypatch.setattr(torchrun, "_meet", lambda: later)
+    codes: list[int] = []
+    other = follower(codes)
+    other.join(0.5)
+    assert other.is_alive() and codes == []
+    assert lead(*RUN[:-1], "hydra.run.dir=later")[0] == 0
+    other.join(60)
+    assert codes == [0]
+    assert [folder.name for folder in seen] == ["run", "run", "later", "later"]
+
+
 def test_a_refusal_is_heard_over_a_stranger(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    store.set("foldpipe/task", '{"code": 0}')
+    store.set("foldpipe/task/1", '{"code": 0}')
     codes: list[int] = []
     other = follower(codes)
     assert lead(*MODEL, "pp=4")[0] == 2

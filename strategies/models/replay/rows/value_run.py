@@ -184,6 +184,8 @@ class ValueRun(ShapeMode):
         for place, leaf in enumerate(leaves((args, kwargs))):
             if not isinstance(leaf, Tensor) or self.tracked(leaf) or leaf.is_meta:
                 continue
+            if leaf.layout != torch.strided:
+                continue  # A graph's edges, say, which have no rows of the batch.
             if id(leaf) in counts:
                 continue
             if wanted is not None and place not in wanted:
