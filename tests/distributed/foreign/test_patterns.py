@@ -16,7 +16,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader
 
-from tests.distributed.foreign.comparison import BATCH, Net, equal_to_stock, examples, spread
+from tests.distributed.foreign.comparison import (
+    BATCH,
+    LAYOUTS,
+    Net,
+    equal_to_stock,
+    examples,
+    spread,
+    train,
+)
 from tests.distributed.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -357,8 +365,9 @@ class SparseBuffer(Net):
 def test_layers_that_no_pipeline_can_run_are_refused_at_once(
     ranks: Callable[[int], Ranks], case: type[Net], words: str
 ) -> None:
+    name = f"{case.__module__}:{case.__qualname__}"
     with pytest.raises(AssertionError, match=words):
-        equal_to_stock(ranks, case, "1f1b")
+        ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"], precision="32-true")
 
 
 @spread([Uncut])
