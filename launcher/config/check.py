@@ -107,6 +107,10 @@ def _check_beside_order(config: LaunchConfig) -> None:
     check_cluster(config)
 
 
+def _number(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
+
+
 def check_range(entry: Key, value: object) -> None:
     """Refuses numbers that a key cannot have.
 
@@ -121,7 +125,7 @@ def check_range(entry: Key, value: object) -> None:
         elif entry.above is not None and number <= entry.above:
             rule = f"more than {entry.above:g}"
         elif entry.high is not None and number > entry.high:
-            rule = f"at most {entry.high:g}"
+            rule = f"at most {_number(entry.high)}"
         elif abs(number) > _MOST and isinstance(number, int):
             rule = f"at most {_MOST}"
         else:

@@ -114,15 +114,16 @@ class TransformerShape:
             )
 
     def _check_heads(self) -> None:
+        most = min(self.kv_heads, self.heads)
+        fit = max(n for n in range(1, most + 1) if self.heads % n == 0)
         if self.hidden % self.heads:
-            fit = max(1, round(self.hidden / self.heads)) * self.heads
+            step = self.heads * (2 if self.position == "rope" else 1)
+            also = "" if fit == self.kv_heads else f" model.kv_heads={fit}"
             raise PlanError(
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}. "
-                f"Try model.hidden={fit}."
+                f"Try model.hidden={max(1, round(self.hidden / step)) * step}{also}."
             )
         if self.heads % self.kv_heads:
-            most = min(self.kv_heads, self.heads)
-            fit = max(n for n in range(1, most + 1) if self.heads % n == 0)
             raise PlanError(
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}. "
                 f"Try model.kv_heads={fit}."

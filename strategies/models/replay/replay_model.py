@@ -288,8 +288,7 @@ class ReplayModel(CutModule):
             with suppress(StageDone), apart(self._module, run.metric), run:
                 run.begin()
                 try:
-                    call_step(self._module, which[0], batch, *where)
-                    run.values.returned = True
+                    run.on_return(call_step(self._module, which[0], batch, *where))
                 except PipelineError:
                     raise
                 except Exception as error:

@@ -30,9 +30,9 @@ from strategies.models.state import Generators
 Trail = list[int | str]
 
 # So many ways are told apart by what is done besides layers; more differ from batch to batch. And
-# so many by how often: a loop over what is in a batch goes round another number of times.
+# so many by how often, and to what: a loop over what is in a batch goes round as often as it must.
 _MOST_WAYS = 32
-_MOST_COUNTS = 8
+_MOST_ALIKE = 8
 
 
 class _Way(NamedTuple):
@@ -40,7 +40,8 @@ class _Way(NamedTuple):
 
     trail: Trail  # up to the last layer
     others: frozenset[str] | None = None  # what else is done
-    behind: Trail | None = None  # the operations behind the last layer
+    # Of all layers and operations, and of what is returned: by which of them its values were made.
+    wiring: list[tuple[int, ...]] | None = None
 
 
 class FollowedSteps(StageModel):
@@ -147,12 +148,12 @@ class FollowedSteps(StageModel):
         trail, others = _way_of(run)
         # Without branches nobody has asked before numbers changed.
         first = None if self.decides("train") else others | (self._first_switches or frozenset())
-        now = _Way(trail, others | self._switches(), run.trail[len(trail) :])
+        now = _Way(trail, others | self._switches(), run.wiring)
         known = self._ways.setdefault(which, [_Way(_trail_of(path), first)])
         same = [number for number, way in enumerate(known) if way.trail == trail]
         for number in same:
             noted = known[number]
-            if noted.others is None or (noted.behind is None and noted.others == now.others):
+            if noted.others is None or (noted.wiring is None and noted.others == now.others):
                 known[number] = now
         if now in known:
             return known.index(now)
@@ -164,9 +165,9 @@ class FollowedSteps(StageModel):
                 return began[0] if began else 0
         if not trail:
             return None
-        counts = [number for number in same if known[number].others == now.others]
-        if len(counts) >= _MOST_COUNTS:
-            return counts[0]
+        alike = [number for number in same if known[number].others == now.others]
+        if len(alike) >= _MOST_ALIKE:
+            return alike[0]
         if same and len(known) >= _MOST_WAYS:
             return same[0]
         known.append(now)

@@ -271,10 +271,34 @@ class OtherNumberLater(Adam):
         self.log("validated", logits.mean() if self.current_epoch < 2 else logits.norm())
 
 
+class HeadsInTurn(Adam):
+    """The same operations every time, on what another head gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        second = self.second(self.side(batch[0]))
+        first = self.head(self.net(batch[0]))
+        return cross_entropy(second if batch_idx % 2 else first, batch[1])
+
+
+class SkipLater(Adam):
+    """The same operations every time, between other layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = self.net[:2](batch[0])
+        second = self.net[2:4](first)
+        third = self.net[4:6](second)
+        last = self.net[6:](third) + (first if batch_idx % 2 else second).sigmoid()
+        return cross_entropy(self.head(last), batch[1])
+
+
 @spread(
     [
         *(LossLater, MiddleLeftOut, OtherOperations, Switched, HeadBetween, Counted),
-        *(LogsNowAndThen, InForward, PenaltyLater),
+        *(LogsNowAndThen, InForward, PenaltyLater, HeadsInTurn, SkipLater),
     ],
     seldom=[ByContents, Frozen, ProbedFirst],
 )

@@ -57,6 +57,7 @@ class Values:
         moved: Whether any generator stands elsewhere than before, be it for a seed that is set.
         longest: The longest of the sequences that are packed, packing by packing.
         trail: The layers, by index, and the operations on values of theirs, in order.
+        wiring: Of the same, and of what is returned: by which of them its values were made.
         others: Names of what else is done: to values without a layer's part, behind the last layer,
             and layers that run without gradients.
         end: Where the run ended.
@@ -75,6 +76,7 @@ class Values:
     moved: bool = False
     longest: list[int] = field(default_factory=list)
     trail: list[int | str] = field(default_factory=list)
+    wiring: list[tuple[int, ...]] = field(default_factory=list)
     others: set[str] = field(default_factory=set)
     end: Position = (0, 0)
     failed: Exception | None = None

@@ -72,6 +72,8 @@ class ValueRun(ShapeMode):
         self._given = given
         self._position: Position = (0, 0)
         self._apart = False
+        self._makers: dict[int, int] = {}  # by a value's identity, which of the trail made it
+        self._alive: list[Tensor] = []  # or an identity would be another value's
 
     @contextmanager
     def metric(self) -> Iterator[None]:
@@ -98,11 +100,13 @@ class ValueRun(ShapeMode):
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         self._note(args, kwargs)
         self.values.trail.append(index)
+        self.values.wiring.append(self._makers_of((args, kwargs)))
         if not torch.is_grad_enabled():
             self.values.others.add(f"{index} without gradients")
         call = self._position[0]
         with kept_generators():
             result, _ = self.skip(index, forward, args, kwargs, call)
+        self._made(result)
         self._arrive((call + 1, 0))
         return result
 
@@ -132,8 +136,24 @@ class ValueRun(ShapeMode):
         if name == "__setitem__" or tensors(result):
             call, event = self._position
             self.values.trail.append(name)
+            self.values.wiring.append(self._makers_of((args, kwargs)))
+            self._made(result)
             self._arrive((call, event + 1))
         return result
+
+    def on_return(self, result: Any) -> None:
+        """Behind the step."""
+        self.values.returned = True
+        self.values.wiring.append(self._makers_of(result))
+
+    def _makers_of(self, value: Any) -> tuple[int, ...]:
+        return tuple(self._makers.get(id(leaf), -1) for leaf in tensors(value))
+
+    def _made(self, result: Any) -> None:
+        number = len(self.values.trail)
+        for tensor in tensors(result):
+            self._makers[id(tensor)] = number
+            self._alive.append(tensor)
 
     def on_look(self, func: Function, args: Args) -> Any:
         """Somebody wants to see a value of a layer."""
