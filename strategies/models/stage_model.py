@@ -425,6 +425,10 @@ class StageModel(ABC):
         """Finds the layers of a way that is new; generators stand where its step draws from."""
         raise NotImplementedError
 
+    def follow_hooks(self) -> None:
+        """Looks again at steps if hooks of modules between or around layers have come or gone."""
+        return
+
     def follow_freezing(self) -> None:
         """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""
         raise NotImplementedError

@@ -311,9 +311,8 @@ class StageRun(ShapeMode):
         return ModelError(
             f"{self._step} took another path than in the probe: {what} (now {user_line()}, then "
             f"{line}). A pipeline needs the same calls for all rows of a batch: replace early "
-            "exits and branches on data by masks (torch.where), and register hooks of modules in "
-            "__init__ or setup, before the step is looked at (on_fit_start is behind that); or use "
-            "pp=1."
+            "exits and branches on data by masks (torch.where), let hooks of modules come and go "
+            "before the first batch of an epoch, or use pp=1."
         )
 
 

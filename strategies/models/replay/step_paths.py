@@ -8,9 +8,10 @@ on the stages that have them. Ways are told apart by runs without layers, before
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -63,6 +64,10 @@ class FollowedSteps(StageModel):
         self._ways: dict[Step, list[_Way]] = {}
         self._first_switches: frozenset[str] | None = None
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
+        inside = {id(c) for unit in probed.units.values() for c in unit.modules() if c is not unit}
+        # Whose hooks a step comes to, besides those inside of layers.
+        self._around = [child for child in module.modules() if id(child) not in inside]
+        self._hooks = self._hooks_now()
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """Finds the path of a step, and what each stage has of it.
@@ -179,6 +184,17 @@ class FollowedSteps(StageModel):
     def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
         self._path(("train", way, structure(batch)), batch, batch_idx, None)
 
+    def follow_hooks(self) -> None:
+        now = self._hooks_now()
+        if now != self._hooks:
+            self._hooks = now
+            self._frozen_anew |= set(self._layouts)
+            self._dealer.forget()
+
+    def _hooks_now(self) -> list[tuple[int, ...]]:
+        tables = [table for child in self._around for table in _hooks_of(child)]
+        return [tuple(table) for table in (*tables, *_hooks_of(torch.nn.modules.module))]
+
     def follow_freezing(self) -> None:
         self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
 
@@ -241,6 +257,13 @@ class FollowedSteps(StageModel):
         given: Given | None = None,
     ) -> Values:
         """Runs a step without its layers; with a plan, what it changes is the caller's care."""
+
+
+def _hooks_of(owner: Any) -> Iterator[Any]:
+    """The tables of a module's hooks, or of those for all modules, by their numbers."""
+    for name, value in vars(owner).items():
+        if name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks")):
+            yield value
 
 
 def _way_of(run: Values) -> tuple[Trail, frozenset[str]]:

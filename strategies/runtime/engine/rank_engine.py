@@ -95,6 +95,8 @@ class Engine(RankPasses):
             self._gradients.attach(zero=fresh)  # else when the update before is confirmed
         self._flush.expect(loss_scale)
         scale = factor / (accumulation * self.coordinates.dp)
+        if batch_idx == 0:
+            self.model.follow_hooks()
         looks = self.model.decides("train") or self.model.switched()
         way = self._way(batch, batch_idx, step, loaders) if looks else None
         options = PassOptions(

@@ -264,6 +264,30 @@ class ValueHook(Net):
         return cross_entropy(self.head(self.net[4:](hidden)), batch[1])
 
 
+class HookAtStart(Net):
+    """Registered behind the look at the step, and taken away after an epoch."""
+
+    def on_fit_start(self) -> None:
+        self.handle = self.net[3].register_forward_hook(
+            lambda module, given, result: result.clamp(max=0.3)
+        )
+
+    def on_train_epoch_end(self) -> None:
+        self.handle.remove()
+
+
+class HookOnAll(Net):
+    def on_fit_start(self) -> None:
+        self.handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, given, result: (
+                result * 1.5 if isinstance(module, torch.nn.Tanh) else None
+            )
+        )
+
+    def on_fit_end(self) -> None:
+        self.handle.remove()
+
+
 def edges() -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that invariants are not checked
@@ -318,6 +342,8 @@ class Reseeds(Net):
         GradientHook,
         GradientHookBefore,
         ValueHook,
+        HookAtStart,
+        HookOnAll,
         SparseBetween,
         TakesFromBatch,
         PutsIntoBatch,

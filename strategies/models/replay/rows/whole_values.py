@@ -298,6 +298,10 @@ class Dealer:
         if self._values.failed is not None:
             raise self._values.failed
 
+    def forget(self) -> None:
+        """Steps are to be looked at again."""
+        self._plans.clear()
+
     def clear(self) -> None:
         """Passes get nothing until ``deal``."""
         self._plan, self._values, self._shares, self._begin = None, Values(), (), None
