@@ -55,13 +55,14 @@ from strategies.runtime.lightning.refusals import (
     refuse_module,
     refuse_optimizers,
 )
+from strategies.runtime.lightning.rows_told import RowsTold
 from strategies.runtime.lightning.stream_loop import (
     StreamLoop,
     refuse_engine,
     refuse_stream,
 )
 from strategies.runtime.lightning.updating_strategy import UpdatingStrategy
-from strategies.runtime.lightning.user_module import RowsTold, stage_model_of
+from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.fingerprint import alike, compare, rates

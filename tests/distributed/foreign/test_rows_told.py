@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.plan import Plan
 from strategies.runtime.lightning.refusals import refuse_module
-from strategies.runtime.lightning.user_module import RowsTold
+from strategies.runtime.lightning.rows_told import RowsTold
 from tests.distributed.foreign.comparison import WIDTH, Net, train
 from tests.distributed.pool import Ranks
 
