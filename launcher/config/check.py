@@ -108,7 +108,7 @@ def _check_beside_order(config: LaunchConfig) -> None:
 
 
 def _number(bound: float) -> str:
-    return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
+    return str(int(bound)) if bound == int(bound) and abs(bound) < 1e10 else f"{bound:g}"
 
 
 def check_range(entry: Key, value: object) -> None:
