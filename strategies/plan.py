@@ -258,7 +258,7 @@ class Plan:
         return (counts,) * num_stages if isinstance(counts, int) else counts
 
 
-Backend = Literal["auto", "gloo", "nccl", "staged", "strict"]
+Backend = Literal["auto", "shared", "gloo", "nccl", "staged", "strict"]
 GradientType = Literal["fp32", "bf16"]
 OnNan = Literal["stop", "skip", "ignore"]
 CheckpointFormat = Literal["auto", "file", "folder"]

@@ -200,9 +200,10 @@ class ClusterConfig:
     timeout_s: float = key(
         120.0, "Seconds until a rendezvous or a message counts as lost.", above=0, high=86400
     )
-    backend: Literal["auto", "gloo", "nccl", "staged"] = key(
+    backend: Literal["auto", "shared", "gloo", "nccl", "staged"] = key(
         "auto",
-        "Transport: gloo on CPU, nccl between GPUs, staged = gloo through host memory for GPUs.",
+        "Transport: on CPU shared memory within a machine and gloo between machines, or gloo "
+        "alone; nccl between GPUs, staged = gloo through host memory for GPUs.",
     )
     start: Literal["auto", "fork", "fresh"] = key(
         "auto",

@@ -66,7 +66,7 @@ def measure(run: Run) -> dict[str, Any]:
     backend: Backend = config.cluster.backend
     if backend == "auto":
         # NCCL refuses ranks that share a GPU.
-        backend = ("staged" if world > torch.cuda.device_count() else "nccl") if gpu else "gloo"
+        backend = ("staged" if world > torch.cuda.device_count() else "nccl") if gpu else "shared"
     if world > 1:
         patience_s = max(config.cluster.timeout_s, 600.0)
         store, _ = join(

@@ -20,6 +20,7 @@ from strategies.costs.profile_file import Link
 from strategies.runtime.messages.transport import (
     GlooTransport,
     NcclTransport,
+    SharedTransport,
     StagedTransport,
     Transport,
 )
@@ -47,6 +48,8 @@ def measure_links(
     transport: Transport
     if backend == "nccl":
         transport = NcclTransport(lambda source, target: pairs[source < target], own)
+    elif backend == "shared":
+        transport = SharedTransport(group, timeout_s=600.0)
     else:
         transport = (StagedTransport if backend == "staged" else GlooTransport)(group)
     messages = _fitted(device, partial(_there_and_back, transport, own), trips=2)

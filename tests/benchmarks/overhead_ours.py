@@ -85,7 +85,7 @@ class Ours(Engine):
         self._runtime = Runtime(
             model=SleepingModel(resolve_placement(plan).num_stages, task.emulation),
             plan=plan,
-            options=Options(backend="gloo", on_nan="stop" if watch_nan else "ignore"),
+            options=Options(backend="shared", on_nan="stop" if watch_nan else "ignore"),
             coordinates=Coordinates(task.ranks, 1, task.rank, 0),
             device=torch.device("cpu"),
         )

@@ -142,7 +142,7 @@ class Ours(Peer):
                 self.schedule, pp=self.ranks, num_microbatches=self.num_microbatches, buckets=0
             ),
             options=Options(
-                backend="gloo",
+                backend="shared",
                 on_nan="ignore",
                 units_per_stage=tuple(map(len, bounds(self.size, self.num_stages))),
             ),

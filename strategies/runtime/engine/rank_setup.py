@@ -129,7 +129,12 @@ class RankSetup:
         everybody = self.communicators.get("control", tuple(range(coordinates.world_size)))
         self._world_bulletin = Bulletin(everybody, coordinates.world_size)
         transport = chosen_transport(
-            options.backend, self.communicators, coordinates, device, self.tensor_ranks
+            options.backend,
+            self.communicators,
+            coordinates,
+            device,
+            self.tensor_ranks,
+            timeout_s=options.timeout_s,
         )
         self.mailbox = Mailbox(transport, device)
         self.recorder = Recorder(

@@ -207,7 +207,7 @@ class RanksStrategy(ParallelStrategy):
         if self._options.backend != "auto":
             return self._options.backend
         if self.root_device.type == "cpu":
-            return "gloo"
+            return "shared"
         return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from strategies.errors import ModelError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
-from strategies.runtime.messages.transport import Handle, Transport
+from strategies.runtime.messages.transport import Arrival, Handle, Transport
 
 Values = tuple[Tensor | None, ...]  # None is a gradient that a stage does not have
 
@@ -65,8 +66,7 @@ class _Incoming:
     tag: int
     header: tuple[Tensor, Handle] | None = None
     given: tuple[Tensor, Handle] | None = None  # of gradients: which of them are none
-    tensors: tuple[Tensor, ...] | None = None
-    handles: list[Handle] = field(default_factory=list)
+    arrivals: list[Arrival | Tensor] | None = None  # of its tensors; empty ones do not travel
 
 
 class Mailbox:
@@ -182,22 +182,22 @@ class Mailbox:
             self.post(item)
             incoming = self._incoming.pop(item)
         self._open_header(incoming)
-        if incoming.tensors is None:
+        if incoming.arrivals is None:
             if incoming.key not in self._specs:
                 # Another microbatch of this shape carries the header.
                 for other in self._incoming.values():
                     if other.key == incoming.key:
                         self._open_header(other)
             self._post_tensors(item, incoming)
-        for handle in incoming.handles:
-            handle.wait()
-        assert incoming.tensors is not None
+        assert incoming.arrivals is not None
+        tensors = tuple(
+            arrival if isinstance(arrival, Tensor) else arrival.wait()
+            for arrival in incoming.arrivals
+        )
         self._taken.add(item)
-        if item.payload is Kind.B:
-            return self._gradients(incoming)
-        return incoming.tensors
+        return self._gradients(incoming, tensors) if item.payload is Kind.B else tensors
 
-    def _gradients(self, incoming: _Incoming) -> Values:
+    def _gradients(self, incoming: _Incoming, tensors: tuple[Tensor, ...]) -> Values:
         """What has arrived, without those that the other end has said to be none."""
         here = incoming.key, incoming.peer
         self._open_marks(incoming)
@@ -208,13 +208,12 @@ class Mailbox:
                     self._open_marks(other)
         given = self._heard[here]
         assert given is not None
-        assert incoming.tensors is not None
         if all(given):
-            return incoming.tensors
+            return tensors
         # What was none at first and is more than zeros has got a gradient since.
         return tuple(
             tensor if known or bool(tensor.any()) else None
-            for tensor, known in zip(incoming.tensors, given, strict=False)
+            for tensor, known in zip(tensors, given, strict=False)
         )
 
     def _open_marks(self, incoming: _Incoming) -> None:
@@ -339,16 +338,17 @@ class Mailbox:
         self._specs[incoming.key] = _Spec.from_bytes(data[4 : 4 + size])
 
     def _post_tensors(self, item: Instruction, incoming: _Incoming) -> None:
-        if incoming.tensors is not None:
+        if incoming.arrivals is not None:
             return
-        assert self._transport is not None
+        transport = self._transport
+        assert transport is not None
         spec = self._specs[incoming.key]
-        incoming.tensors = tuple(
-            torch.empty(shape, dtype=dtype, device=self._device)
-            for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True)
-            if item.payload is Kind.F or flag
-        )
-        for index, tensor in enumerate(incoming.tensors):
-            if tensor.numel():
-                handle = self._transport.receive(tensor, incoming.peer, incoming.tag + index)
-                incoming.handles.append(handle)
+        incoming.arrivals = []
+        for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True):
+            if item.payload is Kind.F or flag:
+                tag = incoming.tag + len(incoming.arrivals)
+                incoming.arrivals.append(
+                    transport.expect(shape, dtype, self._device, incoming.peer, tag)
+                    if prod(shape)
+                    else torch.empty(shape, dtype=dtype, device=self._device)
+                )

@@ -1,4 +1,4 @@
-"""How tensors get from rank to rank: one interface, four backends.
+"""How tensors get from rank to rank: one interface, five backends.
 
 ``ordered`` backends match messages by their order alone, as NCCL does: the executor then issues
 every message exactly where the program has it. The others match by tag, so receives may be posted
@@ -22,7 +22,9 @@ from torch import Tensor
 from strategies.errors import ModelError
 from strategies.models.state import Fetch
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Communicators, Coordinates
+from strategies.runtime.messages.shared_memory import Channel, connect
 
 
 class Handle(Protocol):
@@ -30,6 +32,14 @@ class Handle(Protocol):
 
     def wait(self) -> object:
         """Returns when it has ended; called once."""
+        ...
+
+
+class Arrival(Protocol):
+    """A tensor that comes later."""
+
+    def wait(self) -> Tensor:
+        """Returns it when it is here; called once."""
         ...
 
 
@@ -46,6 +56,13 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         """Starts receiving into ``tensor``."""
+
+    def expect(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rank: int, tag: int
+    ) -> Arrival:
+        """Starts receiving a tensor, wherever it will lie."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        return _Received(self.receive(tensor, rank, tag), tensor)
 
     def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Called once for every new shape; refuses what cannot travel in slices."""
@@ -82,6 +99,78 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+class SharedTransport(Transport):
+    """Shared memory between ranks of one machine, gloo to all others."""
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        """Collective over the group."""
+        exchange = Exchange(group)
+        self._near = connect(exchange, timeout_s=timeout_s)
+        alone = len(self._near) == exchange.size - 1
+        self._gloo = None if alone else GlooTransport(group)
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        channel = self._near.get(rank)
+        if channel is None:
+            assert self._gloo is not None
+            return self._gloo.send(tensor, rank, tag)
+        channel.send(tensor, tag)
+        return _ENDED
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        channel = self._near.get(rank)
+        if channel is None:
+            assert self._gloo is not None
+            return self._gloo.receive(tensor, rank, tag)
+        return _Copied(_Near(channel, tensor.shape, tensor.dtype, tag), tensor)
+
+    def expect(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rank: int, tag: int
+    ) -> Arrival:
+        channel = self._near.get(rank)
+        if channel is None:
+            return super().expect(shape, dtype, device, rank, tag)
+        return _Near(channel, shape, dtype, tag)
+
+
+class _Near:
+    """A tensor from a rank of this machine; nothing has to be done before it is waited for."""
+
+    __slots__ = ("_channel", "_dtype", "_shape", "_tag")
+
+    def __init__(
+        self, channel: Channel, shape: Sequence[int], dtype: torch.dtype, tag: int
+    ) -> None:
+        self._channel = channel
+        self._shape = shape
+        self._dtype = dtype
+        self._tag = tag
+
+    def wait(self) -> Tensor:
+        return self._channel.take(self._tag, self._shape, self._dtype)
+
+
+class _Copied:
+    def __init__(self, arrival: Arrival, target: Tensor) -> None:
+        self._arrival = arrival
+        self._target = target
+
+    def wait(self) -> None:
+        self._target.copy_(self._arrival.wait())
+
+
+class _Received:
+    def __init__(self, handle: Handle, tensor: Tensor) -> None:
+        self._handle = handle
+        self._tensor = tensor
+
+    def wait(self) -> Tensor:
+        self._handle.wait()
+        return self._tensor
+
+
 class StrictTransport(Transport):
     """What the least friendly backend may do: no tags, in order, a send waits for its receive.
 
@@ -95,11 +184,11 @@ class StrictTransport(Transport):
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0)).wait()
-        return _Ended()
+        return _ENDED
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0)).wait()
-        return _Ended()
+        return _ENDED
 
 
 class NcclTransport(Transport):
@@ -204,6 +293,9 @@ class _Ended:
         """Nothing left to wait for."""
 
 
+_ENDED = _Ended()
+
+
 class _Landing:
     def __init__(self, handle: Handle, staged: Tensor, target: Tensor) -> None:
         self._handle = handle
@@ -226,19 +318,25 @@ def chosen_transport(
     where: Coordinates,
     device: torch.device,
     tensor_ranks: TensorRanks | None,
+    *,
+    timeout_s: float,
 ) -> Transport | None:
-    """The transport of a backend; None for a pipeline of one rank.
+    """The transport of a backend; None for a pipeline of one rank. Collective over the pipeline.
 
     Tensor-parallel ranks send a slice each, unless their stream is cut along the sequence anyway.
     """
-    transport = _whole(backend, communicators, where, device)
+    transport = _whole(backend, communicators, where, device, timeout_s)
     if transport is None or tensor_ranks is None or tensor_ranks.sequence:
         return transport
     return SlicedTransport(transport, tensor_ranks)
 
 
 def _whole(
-    backend: str, communicators: Communicators, where: Coordinates, device: torch.device
+    backend: str,
+    communicators: Communicators,
+    where: Coordinates,
+    device: torch.device,
+    timeout_s: float,
 ) -> Transport | None:
     pipeline = where.pipeline(where.dp_rank)
     group = communicators.get("messages", pipeline)
@@ -255,8 +353,11 @@ def _whole(
     if backend == "strict":
         return StrictTransport(group)
     # Gloo sends host memory only.
-    staged = backend == "staged" or device.type == "cuda"
-    return StagedTransport(group) if staged else GlooTransport(group)
+    if backend == "staged" or device.type == "cuda":
+        return StagedTransport(group)
+    if backend == "shared":
+        return SharedTransport(group, timeout_s=timeout_s)
+    return GlooTransport(group)
 
 
 _ROUNDING = 1e-2

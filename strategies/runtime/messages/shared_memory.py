@@ -1,0 +1,317 @@
+"""Tensors between ranks of one machine: in memory that both have mapped, announced by a word.
+
+Gloo brings a tensor through the kernel's TCP, with threads of its own on both sides. Here the
+sender copies it into a block of memory that the receiver has mapped as well, and announces it by a
+packet of a Unix socket; the receiver uses it where it lies. What is left of a message is one copy
+and one wake-up, and nothing has to be posted ahead.
+
+A block belongs to its sender. The receiver has it from the announcement until the last tensor that
+lies in it is gone, and the sender, who finds no free one, makes another. Blocks have no name that
+could outlive both processes, and are not limited by the size of /dev/shm.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.errors import RunError
+from strategies.runtime.messages.exchange import Exchange
+
+# Of an announcement: tag, number of the block (none: the bytes follow) and their count.
+_PACKET = struct.Struct("<qiq")
+_NO_BLOCK = -1
+_SMALL = 1024  # bytes that travel in the announcement itself
+_PAGE = 4096
+_BLOCKS = 2**20  # per direction; a byte of each says whether the receiver has it
+_FD = struct.Struct("@i")
+_PEER = struct.Struct("@iII")  # pid, uid and gid of a Unix socket's other end
+
+_Packet = bytes | tuple[int, int]  # an arrived message: its bytes, or its block and their count
+
+
+def connect(exchange: Exchange, *, timeout_s: float) -> dict[int, Channel]:
+    """Channels to all members of the group on this machine, by their rank in it; collective.
+
+    Two ranks are on one machine if they see the same kernel and network, as the same user. Ranks
+    that emulate hosts by network namespaces are not: their messages take the links between these.
+
+    Raises:
+        RunError: A rank that had said it would has not come within ``timeout_s``.
+    """
+    rank = exchange.rank
+    place = _place()
+    own = secrets.token_hex(16)
+    listener = None if place is None else _listener(own, exchange.size)
+    told = exchange.everyone(None if listener is None else [place, own])
+    near = {
+        other: said[1]
+        for other, said in enumerate(told)
+        if other != rank and place is not None and said is not None and said[0] == place
+    }
+    found: dict[int, Channel] = {}
+    for other, name in near.items():
+        if other > rank:
+            channel = _called(name, own, timeout_s)
+            if channel is not None:
+                found[other] = channel
+    called = exchange.everyone(sorted(found))
+    awaited = {near[other]: other for other in near if other < rank and rank in called[other]}
+    if listener is not None:
+        found |= _answered(listener, awaited, timeout_s)
+    for other in sorted(found):
+        if other > rank:
+            found[other].hear()
+    return found
+
+
+def _place() -> list[str | int] | None:
+    """What is equal on two processes that can share memory; None where none can be shared."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return None
+    return [boot, network.st_dev, network.st_ino, os.getuid()]
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _address(name: str) -> bytes:
+    return b"\0foldpipe-" + name.encode()
+
+
+def _listener(name: str, size: int) -> socket.socket | None:
+    found = _socket()
+    try:
+        found.bind(_address(name))
+        found.listen(size)
+    except OSError:
+        found.close()
+        return None
+    return found
+
+
+def _called(name: str, own: str, timeout_s: float) -> Channel | None:
+    """A channel to who listens there; None if nobody can be reached."""
+    link = _socket()
+    try:
+        link.connect(_address(name))
+    except OSError:
+        link.close()
+        return None
+    if not _same_user(link):
+        link.close()
+        return None
+    channel = Channel(link, timeout_s)
+    channel.say(own)
+    return channel
+
+
+def _answered(
+    listener: socket.socket, awaited: dict[str, int], timeout_s: float
+) -> dict[int, Channel]:
+    """Channels to those who call, by the name that each has told the group; strangers are left."""
+    found: dict[int, Channel] = {}
+    end = time.monotonic() + timeout_s
+    with listener:
+        while len(found) < len(awaited):
+            listener.settimeout(max(1e-3, end - time.monotonic()))
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(awaited.values()) - found.keys())
+                raise RunError(
+                    f"Timed out: pipeline ranks {missing} of this machine have not opened the "
+                    f"connection that they had announced, for cluster.timeout_s={timeout_s:g} "
+                    "seconds. Try cluster.backend=gloo."
+                ) from None
+            link.settimeout(None)
+            if not _same_user(link):
+                link.close()
+                continue
+            channel = Channel(link, timeout_s)
+            with suppress(RuntimeError):  # It says nothing, and goes.
+                said = channel.hear()
+                if said in awaited and awaited[said] not in found:
+                    channel.say(said)
+                    found[awaited[said]] = channel
+    return found
+
+
+def _same_user(link: socket.socket) -> bool:
+    said = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return bool(_PEER.unpack(said)[1] == os.getuid())
+
+
+class Channel:
+    """Messages to and from one other rank; each end sends and takes in one thread."""
+
+    def __init__(self, link: socket.socket, timeout_s: float) -> None:
+        self._link = link
+        self._timeout_s = timeout_s
+        wait = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            link.setsockopt(socket.SOL_SOCKET, option, wait)
+        weakref.finalize(self, link.close)
+        # Own blocks, by size: number, and its bytes. Which of them the other end has: 1.
+        self._blocks: dict[int, list[tuple[int, Tensor]]] = {}
+        self._count = 0
+        self._lent_fd = os.memfd_create("foldpipe-lent")
+        os.ftruncate(self._lent_fd, _BLOCKS)
+        self._lent = mmap.mmap(self._lent_fd, _BLOCKS)
+        # The other end's, as far as they have come.
+        self._their_lent: mmap.mmap | None = None
+        self._theirs: dict[int, mmap.mmap] = {}
+        self._arrived: dict[int, deque[_Packet]] = {}
+        self._loans: dict[int, weakref.ref[memoryview]] = {}
+
+    def say(self, name: str) -> None:
+        """Sends the first packet: who this is, and which of its blocks are lent."""
+        self._write(name.encode(), self._lent_fd)
+        os.close(self._lent_fd)
+
+    def hear(self) -> str:
+        """Receives the other end's first packet; returns who it is."""
+        data, handle = self._read(64)
+        if handle is None or os.fstat(handle).st_size != _BLOCKS:
+            raise RuntimeError("Connection closed: the other end is no rank")
+        self._their_lent = mmap.mmap(handle, _BLOCKS)
+        os.close(handle)
+        return data.decode(errors="replace")
+
+    def send(self, tensor: Tensor, tag: int) -> None:
+        """Copies it (contiguous, in host memory) and announces it; it may be changed at once."""
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        size = flat.numel()
+        if size <= _SMALL:
+            self._write(_PACKET.pack(tag, _NO_BLOCK, size) + flat.numpy().tobytes(), None)
+            return
+        number, block, handle = self._free_block(size)
+        block[:size].copy_(flat)
+        self._lent[number] = 1
+        self._write(_PACKET.pack(tag, number, size), handle)
+        if handle is not None:
+            os.close(handle)
+
+    def _free_block(self, size: int) -> tuple[int, Tensor, int | None]:
+        """A block that nobody reads, and its handle if the other end does not have it yet."""
+        # Pages that nothing is written to take no memory.
+        room = max(_PAGE, 1 << (size - 1).bit_length())
+        blocks = self._blocks.setdefault(room, [])
+        lent = self._lent
+        for number, block in blocks:
+            if not lent[number]:
+                return number, block, None
+        number = self._count
+        handle = os.memfd_create("foldpipe")
+        try:
+            os.ftruncate(handle, room)
+            block = torch.frombuffer(mmap.mmap(handle, room), dtype=torch.uint8)
+        except OSError as error:
+            os.close(handle)
+            raise RunError(
+                f"{number} blocks of memory hold what another rank has not used up, and there is "
+                f"no room for {room:,} bytes more: {error}. Try cluster.backend=gloo, or a "
+                "schedule that keeps less under way."
+            ) from None
+        self._count += 1
+        blocks.append((number, block))
+        return number, block, handle
+
+    def take(self, tag: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The oldest message of that tag that has not been taken; waits for it.
+
+        The tensor lies where the sender has put it, and belongs to the caller.
+
+        Raises:
+            RuntimeError: The other end has gone, or has said nothing for the time-out.
+        """
+        arrived = self._arrived
+        while not arrived.get(tag):
+            self._read_announcement()
+        packet = arrived[tag].popleft()
+        count = prod(shape)
+        if isinstance(packet, bytes):
+            size, data = len(packet), bytearray(packet)
+        else:
+            number, size = packet
+            view = memoryview(self._theirs[number])[:size]
+            lent = self._their_lent
+            assert lent is not None
+            self._loans[number] = weakref.ref(view, partial(_give_back, lent, number))
+            data = view
+        if size != count * dtype.itemsize:
+            raise RunError(
+                f"a message of {size} bytes came where one of {count * dtype.itemsize} was "
+                "expected: the ranks do not run the same program."
+            )
+        return torch.frombuffer(data, dtype=dtype).view(shape)
+
+    def _read_announcement(self) -> None:
+        data, handle = self._read(_PACKET.size + _SMALL)
+        tag, number, size = _PACKET.unpack_from(data)
+        if handle is not None:
+            try:
+                self._theirs[number] = mmap.mmap(handle, 0)
+            finally:
+                os.close(handle)
+        packet: _Packet = data[_PACKET.size :] if number == _NO_BLOCK else (number, size)
+        self._arrived.setdefault(tag, deque()).append(packet)
+
+    def _write(self, data: bytes, handle: int | None) -> None:
+        try:
+            if handle is None:
+                self._link.send(data)
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(handle))]
+                self._link.sendmsg([data], rights)
+        except BlockingIOError:
+            raise self._timed_out("send") from None
+        except OSError as error:
+            raise RuntimeError(f"Connection closed by peer, a rank of this machine: {error}") from error
+
+    def _read(self, most: int) -> tuple[bytes, int | None]:
+        try:
+            data, extra, _, _ = self._link.recvmsg(most, _ROOM)
+        except BlockingIOError:
+            raise self._timed_out("recv") from None
+        except OSError as error:
+            raise RuntimeError(f"Connection closed by peer, a rank of this machine: {error}") from error
+        if not data:
+            raise RuntimeError("Connection closed by peer, a rank of this machine")
+        return data, _FD.unpack(extra[0][2])[0] if extra else None
+
+    def _timed_out(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"Timed out waiting {self._timeout_s * 1e3:.0f}ms for {what} operation to complete "
+            "with a rank of this machine"
+        )
+
+
+_ROOM = socket.CMSG_SPACE(_FD.size) if hasattr(socket, "CMSG_SPACE") else 0
+
+
+def _give_back(lent: mmap.mmap, number: int, _: Any) -> None:
+    """The last tensor in a block has gone; its sender may write to it again."""
+    lent[number] = 0
