@@ -10,11 +10,15 @@ same share.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from strategies.errors import PlanError
 from strategies.ir.placement import Placement
@@ -144,14 +148,14 @@ class Communicators:
         timeout_s: float,
     ) -> None:
         """Makes all groups, but for those of one process, in an order equal on every process."""
-        for key in dict.fromkeys(wanted):
-            purpose, ranks = key
-            if len(ranks) > 1 and key not in self._groups:
-                # Every process takes part in making every group, also in foreign ones.
-                group = dist.new_group(
-                    list(ranks), backend=backends[purpose], timeout=timedelta(seconds=timeout_s)
-                )
-                self._groups[key] = group
+        timeout = timedelta(seconds=timeout_s)
+        with _one_loop():
+            for key in dict.fromkeys(wanted):
+                purpose, ranks = key
+                if len(ranks) > 1 and key not in self._groups:
+                    # Every process takes part in making every group, also in foreign ones.
+                    group = dist.new_group(list(ranks), backend=backends[purpose], timeout=timeout)
+                    self._groups[key] = group
 
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group, None for a single process."""
@@ -176,6 +180,37 @@ class Communicators:
             if dist.get_rank(group) >= 0:
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+
+@contextmanager
+def _one_loop() -> Iterator[None]:
+    """Gloo groups that are made in it share the thread that looks after the sockets.
+
+    Torch gives each group one of its own, which looks around 100 times a second: 1 ms of CPU per
+    second and group. They share that of the default group, with the network that it has chosen.
+    """
+    gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        devices = backend.options._devices
+        assert gloo is not None
+        assert devices
+    except (AssertionError, AttributeError, RuntimeError):
+        yield  # A torch that has hidden these, or no gloo: groups as torch makes them.
+        return
+
+    class Sharing(gloo):  # type: ignore[misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = devices, timeout
+            options._threads = backend.options._threads
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = gloo  # type: ignore[misc]
 
 
 def _destroy_gloo(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
