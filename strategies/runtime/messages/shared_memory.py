@@ -42,20 +42,24 @@ _BLOCKS = 2**20  # per direction; a byte of each says whether the receiver has i
 _FD = struct.Struct("@i")
 _PEER = struct.Struct("@iII")  # pid, uid and gid of a Unix socket's other end
 
+Place = list[str | int]
 _Packet = bytes | tuple[int, int]  # an arrived message: its bytes, or its block and their count
 
 
-def connect(exchange: Exchange, *, timeout_s: float) -> dict[int, Channel]:
+def connect(
+    exchange: Exchange, *, timeout_s: float, place: Place | None = None
+) -> dict[int, Channel]:
     """Channels to all members of the group on this machine, by their rank in it; collective.
 
     Two ranks are on one machine if they see the same kernel and network, as the same user. Ranks
     that emulate hosts by network namespaces are not: their messages take the links between these.
+    ``place`` is what is compared; found out if left out.
 
     Raises:
         RunError: A rank that had said it would has not come within ``timeout_s``.
     """
     rank = exchange.rank
-    place = _place()
+    place = place or _place()
     own = secrets.token_hex(16)
     listener = None if place is None else _listener(own, exchange.size)
     told = exchange.everyone(None if listener is None else [place, own])
@@ -80,7 +84,7 @@ def connect(exchange: Exchange, *, timeout_s: float) -> dict[int, Channel]:
     return found
 
 
-def _place() -> list[str | int] | None:
+def _place() -> Place | None:
     """What is equal on two processes that can share memory; None where none can be shared."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return None
@@ -151,11 +155,14 @@ def _answered(
                 link.close()
                 continue
             channel = Channel(link, timeout_s)
+            said = ""
             with suppress(RuntimeError):  # It says nothing, and goes.
                 said = channel.hear()
-                if said in awaited and awaited[said] not in found:
-                    channel.say(said)
-                    found[awaited[said]] = channel
+            if said in awaited and awaited[said] not in found:
+                channel.say(said)
+                found[awaited[said]] = channel
+            else:
+                channel.drop()
     return found
 
 
@@ -190,6 +197,11 @@ class Channel:
         """Sends the first packet: who this is, and which of its blocks are lent."""
         self._write(name.encode(), self._lent_fd)
         os.close(self._lent_fd)
+
+    def drop(self) -> None:
+        """Ends it before anything has been said."""
+        os.close(self._lent_fd)
+        self._link.close()
 
     def hear(self) -> str:
         """Receives the other end's first packet; returns who it is."""

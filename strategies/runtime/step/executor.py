@@ -92,6 +92,7 @@ class Executor:
             options,
             route.recomputed if stream is None else stream.recomputed,
             under_way,
+            one_loss=route.one_loss,
         )
         record = parts.recorder.begin(step, program, None if stream is None else stream.place)
         self._places = route.channel
@@ -247,6 +248,7 @@ class _Route:
     channel: dict[tuple[int, int | None], int]  # (stage, bucket) -> place of what is on the channel
     last_forward: int  # place of the last F, or of the loss behind it; -1 without one
     recomputed: frozenset[tuple[int, int | None]]  # (stage, microbatch) that keep their input only
+    one_loss: bool  # whether some rank has a LOSS
     program: Program
     rank: int
 
@@ -303,6 +305,7 @@ class _Route:
             },
             last_forward=last_forward,
             recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
+            one_loss=any(item.kind is Kind.LOSS for each in program.ranks for item in each),
             program=program,
             rank=rank,
         )

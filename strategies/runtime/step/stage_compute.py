@@ -94,7 +94,10 @@ class StageCompute:
         options: PassOptions,
         recomputed: frozenset[tuple[int, int | None]],
         under_way: UnderWay,
+        *,
+        one_loss: bool,
     ) -> None:
+        """``one_loss``: the program ends with a LOSS of the whole batch."""
         self._result = StepResult()
         # Of the losses, where these are the host's own numbers: it waits for none of them.
         self._mean: float | None = None
@@ -112,7 +115,7 @@ class StageCompute:
         self._pending = under_way.pending
         self._origins = under_way.origins
         # For a loss of the whole batch: what the last stage gave, and later the gradients of that.
-        self._one_loss = any(item.kind is Kind.LOSS for row in program.ranks for item in row)
+        self._one_loss = one_loss
         self._given: dict[int, tuple[Tensor, ...]] = {}
 
     @property
