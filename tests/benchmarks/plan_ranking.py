@@ -192,7 +192,7 @@ def run_steps(*, config: str, steps: int) -> tuple[list[float], int] | None:
         plan=run.plan,
         options=Options(
             units_per_stage=tuple(map(len, run.stages)),
-            backend="gloo",
+            backend="shared",
             check_batches=False,
             on_nan="ignore",
         ),

@@ -190,7 +190,7 @@ def _engine(plan: Plan, emulation: Emulation, coordinates: Coordinates) -> Engin
     engine = Engine(
         model=SleepingModel(placement.num_stages, emulation),
         plan=plan,
-        options=Options(backend="gloo", check_batches=False, on_nan="ignore"),
+        options=Options(backend="shared", check_batches=False, on_nan="ignore"),
         coordinates=coordinates,
         device=torch.device("cpu"),
     )

@@ -202,7 +202,7 @@ def _engine(run: Run) -> Engine:
         plan=run.plan,
         options=Options(
             units_per_stage=tuple(map(len, run.stages)),
-            backend="gloo",
+            backend="shared",
             check_batches=False,
             on_nan="ignore",
         ),

@@ -49,7 +49,7 @@ def main() -> None:
     engine = Engine(
         model=UnitModel(model),
         plan=Plan("foldx_fifo", pp=1, num_microbatches=MICROBATCHES, buckets=0),
-        options=Options(backend="gloo", on_nan="ignore"),
+        options=Options(backend="shared", on_nan="ignore"),
         coordinates=Coordinates(1, 1, 0, 0),
         device=torch.device("cpu"),
     )

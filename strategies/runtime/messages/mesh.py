@@ -189,24 +189,24 @@ def _one_loop() -> Iterator[None]:
     Torch gives each group one of its own, which looks around 100 times a second: 1 ms of CPU per
     second and group. They share that of the default group, with the network that it has chosen.
     """
-    gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    world: Any = dist.group.WORLD
     try:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        devices = backend.options._devices
-        assert gloo is not None
-        assert devices
-    except (AssertionError, AttributeError, RuntimeError):
+        known = world._get_backend(torch.device("cpu")).options
+        devices, threads = known._devices, known._threads
+    except (AttributeError, RuntimeError):
+        devices = []
+    if not devices or not hasattr(gloo, "_Options"):
         yield  # A torch that has hidden these, or no gloo: groups as torch makes them.
         return
 
     class Sharing(gloo):  # type: ignore[misc]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-            options = gloo._Options()
-            options._devices, options._timeout = devices, timeout
-            options._threads = backend.options._threads
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()  # each keeps its own
+            options._devices, options._threads, options._timeout = devices, threads, timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc,assignment]
+    distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
     try:
         yield
     finally:

@@ -264,6 +264,7 @@ class Channel:
             self._read_announcement()
         packet = arrived[tag].popleft()
         count = prod(shape)
+        data: bytearray | memoryview
         if isinstance(packet, bytes):
             size, data = len(packet), bytearray(packet)
         else:
@@ -301,7 +302,9 @@ class Channel:
         except BlockingIOError:
             raise self._timed_out("send") from None
         except OSError as error:
-            raise RuntimeError(f"Connection closed by peer, a rank of this machine: {error}") from error
+            raise RuntimeError(
+                f"Connection closed by peer, a rank of this machine: {error}"
+            ) from error
 
     def _read(self, most: int) -> tuple[bytes, int | None]:
         try:
@@ -309,7 +312,9 @@ class Channel:
         except BlockingIOError:
             raise self._timed_out("recv") from None
         except OSError as error:
-            raise RuntimeError(f"Connection closed by peer, a rank of this machine: {error}") from error
+            raise RuntimeError(
+                f"Connection closed by peer, a rank of this machine: {error}"
+            ) from error
         if not data:
             raise RuntimeError("Connection closed by peer, a rank of this machine")
         return data, _FD.unpack(extra[0][2])[0] if extra else None

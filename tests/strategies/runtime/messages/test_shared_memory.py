@@ -50,7 +50,7 @@ def connected(size: int, *, timeout_s: float = TIMEOUT_S, places=None, before=la
             before(rank)
             own = None if places is None else places[rank]
             found[rank] = connect(words.of(rank), timeout_s=timeout_s, place=own or here)
-        except Exception as error:  # noqa: BLE001 - raised again below
+        except Exception as error:
             errors.append(error)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
@@ -142,7 +142,7 @@ def test_tensors_outlive_the_connection(pair):
 
 
 def test_no_file_and_no_descriptor_is_left():
-    before = sorted(os.listdir("/dev/shm"))  # noqa: S108 - looked at, not written to
+    before = sorted(os.listdir("/dev/shm"))
 
     def use() -> None:
         first, second = connected(2)
@@ -156,7 +156,7 @@ def test_no_file_and_no_descriptor_is_left():
     use()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == opened
-    assert sorted(os.listdir("/dev/shm")) == before  # noqa: S108
+    assert sorted(os.listdir("/dev/shm")) == before
 
 
 def test_a_rank_that_has_gone_is_told_as_a_lost_connection():

@@ -1,0 +1,90 @@
+"""Ranks of one machine train with shared memory as they do with gloo, alone and mixed with it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strategies.runtime.messages import shared_memory
+from strategies.runtime.messages.transport import SharedTransport
+from tests.distributed.pool import Ranks
+from tests.distributed.training import Case, small_shape, train
+
+pytestmark = pytest.mark.distributed
+
+
+def loops() -> int:
+    """Threads of this process that look after gloo's sockets."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def train_noting_channels(case: Case, hosts: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """``train``, and whom this rank reaches by shared memory; ``hosts``: by rank, where it is."""
+    found: list[SharedTransport] = []
+    looking: list[int] = []
+    place = None if hosts is None else [socket.gethostname(), hosts[dist.get_rank()], 0, 0]
+    opened = SharedTransport.__init__
+
+    def noted(self: SharedTransport, *arguments: Any, **options: Any) -> None:
+        opened(self, *arguments, **options)
+        found.append(self)
+        looking.append(loops())
+
+    with mock.patch.object(SharedTransport, "__init__", noted):
+        if place is None:
+            result = train(case=case)
+        else:
+            with mock.patch.object(shared_memory, "_place", lambda: place):
+                result = train(case=case)
+    return {**result, "near": [sorted(each._near) for each in found], "loops": looking}
+
+
+SHAPE = small_shape(layers=2, hidden=16, heads=4, kv_heads=4, ffn=12)
+CASES = {
+    "1f1b": Case("1f1b", pp=2, dp=2, steps=4),
+    "two stages each": Case("interleaved_1f1b", pp=4, steps=4),
+    "recomputed": Case("zb_v", pp=4, steps=4, accumulation=2, short_last=True),
+    "sliced": Case("1f1b", pp=2, tp=2, steps=3, shape=SHAPE),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_losses_and_weights_are_those_of_gloo_to_the_last_bit(
+    ranks: Callable[[int], Ranks], case: Case
+) -> None:
+    gloo = ranks(4).run(train_noting_channels, case=replace(case, backend="gloo"))
+    shared = ranks(4).run(train_noting_channels, case=case)
+    for one, other in zip(gloo, shared, strict=True):
+        assert one["near"] == []
+        others = [rank for rank in range(case.pp) if rank != other["pp_rank"]]
+        assert other["near"] == [others]
+        assert one["losses"] == other["losses"]
+        assert one["bytes_sent"] == other["bytes_sent"]
+        assert one["parameters"].keys() == other["parameters"].keys()
+        for name, value in one["parameters"].items():
+            assert torch.equal(value, other["parameters"][name])
+
+
+def test_all_groups_of_a_rank_share_one_thread(ranks: Callable[[int], Ranks]) -> None:
+    case = Case("1f1b", pp=2, dp=2, steps=1, overlap="zero1")
+    assert [found["loops"] for found in ranks(4).run(train_noting_channels, case=case)] == [[1]] * 4
+
+
+def test_between_machines_messages_go_by_gloo(ranks: Callable[[int], Ranks]) -> None:
+    case = Case("interleaved_1f1b", pp=4, steps=4)
+    one = ranks(4).run(train_noting_channels, case=case)
+    two = ranks(4).run(train_noting_channels, case=case, hosts=(0, 0, 1, 1))
+    apart = ranks(4).run(train_noting_channels, case=case, hosts=(0, 1, 2, 3))
+    assert [found["near"] for found in two] == [[[1]], [[0]], [[3]], [[2]]]
+    assert [found["near"] for found in apart] == [[[]]] * 4
+    for whole, split, alone in zip(one, two, apart, strict=True):
+        assert whole["losses"] == split["losses"] == alone["losses"]
