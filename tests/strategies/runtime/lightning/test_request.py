@@ -138,7 +138,7 @@ def test_what_could_only_fail_in_the_midst_of_a_fit_is_refused_at_once(words, me
         ({"schedule": "zb_v", "stages_per_rank": 3}, "zb_v runs 2 per rank"),
         ({"bucket_mb": 0}, "bucket_mb is above 0"),
         ({"timeout_s": float("nan")}, "timeout_s is above 0"),
-        ({"backend": "mpi"}, "expected 'auto' or 'gloo'"),
+        ({"backend": "mpi"}, "expected 'auto' or 'shared' or 'gloo'"),
         ({"grad_dtype": "fp16"}, "expected 'fp32' or 'bf16'"),
         ({"check_batches": "no"}, "expected True or False"),
         ({"costs": 3}, "expected costs such as UniformCosts() or None"),
