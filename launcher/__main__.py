@@ -60,7 +60,7 @@ from launcher.config.decode import brings_own
 from launcher.config.key import shorten
 from launcher.processes import torchrun
 from launcher.processes.failure import as_full_disk
-from launcher.processes.guardian import fork_under_guard
+from launcher.processes.watchdog import fork_under_guard
 from launcher.report.result import REPORT
 from launcher.secrets import MaskedStream
 from launcher.terminal import say, say_error, use_lasting_streams, write_anything

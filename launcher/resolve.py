@@ -40,7 +40,7 @@ from strategies.costs.hardware import ElementSizes
 from strategies.costs.load import Load, sum_loads
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.ir.versions import weight_versions
 from strategies.plan import (
     Options,
@@ -51,9 +51,8 @@ from strategies.plan import (
     num_buckets,
     refuse_split_backward,
 )
-from strategies.planner.cut import balance, by_counts
+from strategies.planner.cut import balance, by_counts, skips
 from strategies.planner.problem import handing
-from strategies.planner.unit_graph import skips
 from strategies.schedules.schedule import Schedule, refuse_training
 from strategies.simulator.engine import simulate
 

@@ -25,8 +25,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
-from strategies.lowering.rendezvous_order import order_messages
-from strategies.lowering.send_recv import add_messages
+from strategies.lowering.send_recv import add_messages, order_messages
 from strategies.lowering.stream import Calls, Update, add_updates, label_period, lower_stream
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.passes.recompute.add_recompute import Held, add_recompute

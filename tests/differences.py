@@ -42,7 +42,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "Metrics, logs and what a step leaves": (
         "models/logs.py",
-        "models/metric_objects.py",
+        "models/logs.py",
         "models/step_state.py",
         "runtime/messages/values.py",
         "runtime/messages/exchange.py",
@@ -88,7 +88,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/selective/region.py",
         "models/state.py",
         "models/expert_parallel/expert_shares.py",
-        "models/replay/layer_cut.py",
+        "models/replay/cut_module.py",
         "models/tensor_parallel/plan_check.py",
         "models/tensor_parallel/plan_sharding.py",
         "models/tensor_parallel/regions.py",
@@ -121,7 +121,6 @@ ELSEWHERE = frozenset(
         "runtime/messages/joining.py",
         "runtime/storage/commit.py",
         "runtime/storage/opened.py",
-        "runtime/storage/saver.py",
         "runtime/storage/tensor_files.py",
         "runtime/update/reduction.py",
     }

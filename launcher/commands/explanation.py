@@ -14,8 +14,7 @@ from pathlib import Path
 from launcher.config import LaunchConfig
 from launcher.report.ascii import draw
 from launcher.report.html import Panel, write_timeline_html
-from launcher.report.perfetto import write_trace
-from launcher.report.predicted import write_schedule_files
+from launcher.report.predicted import write_schedule_files, write_trace
 from launcher.report.result import metrics_mapping, versions, write_result
 from launcher.report.summary import format_duration, format_percent
 from launcher.terminal import say, terminal_width

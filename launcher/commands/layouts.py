@@ -148,7 +148,7 @@ def _explained_shardings(
 ) -> TensorPlan:
     # Few questions need these: a plan is asked for in a second, and most of it is imports.
     from launcher.planning.tensor_plan import tensor_plan
-    from launcher.report.shardings_page import shardings_html
+    from launcher.report.plan_page import shardings_html
 
     found = tensor_plan(
         config,

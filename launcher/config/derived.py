@@ -12,7 +12,7 @@ from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.plan import ScheduleFile, read_schedule_file
 from strategies.schedules import find_schedule
 from strategies.schedules.schedule import Schedule, Shape, given_group, refuse_late

@@ -18,8 +18,8 @@ from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace
 from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.processes.nodes import asked_world
+from launcher.report.result import typed_words
 from launcher.report.summary import format_peak, format_percent
-from launcher.report.typed_command import typed_words
 from launcher.resolve import (
     MOMENTS,
     element_sizes,
@@ -66,7 +66,7 @@ def ask(config: LaunchConfig, run_dir: Path) -> Question:
     _check_costs(config)
     traced = None
     if needs_trace(config, model_shape(config)):
-        from launcher.planning.operator_cache import planned_shape  # Only a trace has operators.
+        from launcher.planning.model_trace import planned_shape  # Only a trace has operators.
 
         traced = planned_shape(config, run_dir)
     return question(config, _pinned_keys(config, run_dir), traced)

@@ -17,8 +17,8 @@ from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
 from launcher.report.predicted import asked_mapping, peak_mapping, predict, run_peak
+from launcher.report.result import paste, typed_words
 from launcher.report.summary import format_duration, format_percent
-from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run, resolve, stage_layers
 from launcher.workloads.model_share import PlannedShape, model_costs, model_units
 from launcher.workloads.traced_shape import TracedShape
@@ -26,7 +26,7 @@ from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
 from strategies.errors import PlanError
 from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Recompute
-from strategies.planner.cut import balance, ranges
+from strategies.planner.cut import UnitGraph, balance, crossing_bytes, ranges
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.layout_search import Answer
 from strategies.planner.outcome import (
@@ -38,7 +38,6 @@ from strategies.planner.outcome import (
 from strategies.planner.problem import Candidate
 from strategies.planner.quick_walk import idle_share
 from strategies.planner.space import Space
-from strategies.planner.unit_graph import UnitGraph, crossing_bytes
 from strategies.schedules import find_schedule
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.planning.operator_cache import traced_operators
+from launcher.planning.model_trace import traced_operators
 from launcher.report.summary import format_duration
 from launcher.resolve import element_sizes
 from strategies.planner.shardings.operators import OperatorGraph

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from launcher.checkpoints import hold
 from launcher.processes.failure import write_failure
-from launcher.processes.guardian import fork_under_guard
 from launcher.processes.local import private_caches
 from launcher.processes.preempted import StopRequest
 from launcher.processes.store import listen_at
+from launcher.processes.watchdog import fork_under_guard
 from launcher.terminal import complain
 from strategies.errors import PlanError
 

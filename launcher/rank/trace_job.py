@@ -23,8 +23,15 @@ import torch
 
 from launcher.config import LaunchConfig, from_dict
 from launcher.config.pipeline import PlannerConfig
-from launcher.planning.model_trace import PROBLEM, TASK, TRACE
-from launcher.planning.operator_cache import BY_HAND, WRONG, dump_wrong, operators_file
+from launcher.planning.model_trace import (
+    BY_HAND,
+    PROBLEM,
+    TASK,
+    TRACE,
+    WRONG,
+    dump_wrong,
+    operators_file,
+)
 from launcher.rank.jobs import build_data, build_model
 from launcher.rank.worker import die_with
 from launcher.resolve import Run, resolve
@@ -37,8 +44,7 @@ from strategies.planner.cut import balance, by_counts
 from strategies.planner.shardings.operators import dump_graph
 from strategies.runtime.lightning.data_order import first_batch
 from strategies.runtime.step.microbatch import count_rows, split_batch
-from strategies.tracing.operator_trace import trace_operators
-from strategies.tracing.plan_search import styles_by_hand
+from strategies.tracing.operator_trace import styles_by_hand, trace_operators
 from strategies.tracing.trace import empty_weights, trace_model
 
 _ROWS = 4

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
-from launcher.report.html import FILTER
+from launcher.report.html import FILTER, page_head
 from launcher.report.plan_table import HEAD, own_sizes, plan_cells
 from launcher.report.summary import format_duration, round_ticks
+from strategies.planner.shardings.operators import (
+    ENTERED,
+    WHOLE,
+    Choice,
+    Operator,
+    OperatorGraph,
+)
 
 _WIDTH, _HEIGHT = 380, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 40
@@ -174,3 +182,199 @@ def _memory(plan: Plan) -> float:
     found = plan["peak_memory_bytes"]
     assert isinstance(found, Sequence)
     return float(max(found))
+
+
+# --------------------------------------------------------------------------------------------------
+# One layer's operators and how they are cut, as a picture: a page without scripts.
+_WIDE, _HIGH, _GAP, _STEP, _LANE = 190, 40, 18, 82, 22
+_MOST = 60
+_STYLE = """
+.scroll { overflow-x: auto; }
+svg { display: block; }
+rect { fill: var(--panel); stroke: var(--held); stroke-width: 1.5; rx: 5; }
+path { fill: none; stroke: var(--held); stroke-width: 1.4; }
+path.cut { stroke: #3b78c9; stroke-width: 2.6; }
+rect.column { stroke: #3b78c9; } #legend i.column { background: #3b78c9; }
+rect.row { stroke: #c9783b; } #legend i.row { background: #c9783b; }
+rect.vocabulary { stroke: #3ba777; } #legend i.vocabulary { background: #3ba777; }
+#legend i.replicated { background: var(--held); }
+svg text { font-size: 12px; text-anchor: middle; fill: var(--text); }
+svg text.state { font-size: 11px; fill: var(--muted); }
+svg text.at { text-anchor: start; }
+svg text.to { text-anchor: end; }
+"""
+_LEGEND = (
+    ("column", "cut by outputs"),
+    ("row", "cut by inputs"),
+    ("vocabulary", "cut by ids or classes"),
+    ("replicated", "whole, or as its input"),
+)
+
+
+class _Node(NamedTuple):
+    number: int
+    operator: Operator
+    depth: int
+    place: int
+
+
+def shardings_html(graph: OperatorGraph, picks: Sequence[int]) -> str:
+    """The first of a model's repeated layers; the whole of a model that has none.
+
+    Args:
+        graph: All operators.
+        picks: The number of each operator's choice.
+    """
+    title = f"{graph.model}, tp={graph.tp}"
+    layer, numbers = _one_layer(graph)
+    head = page_head(title, ("timeline.css",)).replace("</style>", f"{_STYLE}</style>")
+    legend = "".join(f'<span><i class="{c}"></i>{c}: {words}</span>' for c, words in _LEGEND)
+    note = (
+        "An operator is a box, a value a line, a thick one a value that is cut. R: every rank has "
+        "the whole; E: the same, and its gradients are added up; S1: cut along dimension 1; S2:3: "
+        "three parts along dimension 2, each of them cut; V2: scores cut by class. Views are left "
+        "out."
+    )
+    return (
+        f"{head}<h1>{escape(title)}</h1>\n<p>{escape(layer)}: {len(numbers)} operators. {note}</p>"
+        f'\n<div id="legend">{legend}</div>\n<div class="scroll" tabindex="0">'
+        f"{_drawing(graph, picks, numbers)}</div>\n</body>\n</html>\n"
+    )
+
+
+def _one_layer(graph: OperatorGraph) -> tuple[str, list[int]]:
+    """Name and operators of the first layer of a container that has several."""
+    for operator in graph.operators:
+        parts = operator.name.split(".")
+        at = next((place for place, part in enumerate(parts) if part == "0"), None)
+        if at is None:
+            continue
+        name = ".".join(parts[: at + 1])
+        second = ".".join((*parts[:at], "1"))
+        numbers = [n for n, o in enumerate(graph.operators) if _inside(o.name, name)]
+        if len(numbers) > 2 and any(_inside(o.name, second) for o in graph.operators):
+            return name, numbers[:_MOST]
+    return "the whole step", list(range(min(_MOST, len(graph.operators))))
+
+
+def _inside(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(f"{layer}.")
+
+
+def _drawing(graph: OperatorGraph, picks: Sequence[int], numbers: Sequence[int]) -> str:
+    source = _sources(graph, numbers)
+    nodes = _placed(graph, numbers, source)
+    rows: dict[int, int] = {}
+    for node in nodes.values():
+        rows[node.depth] = max(rows.get(node.depth, 0), node.place + 1)
+    wide = max(rows.values(), default=1)
+    width = wide * (_WIDE + _GAP) + _GAP
+    corners = {
+        # Rows stand in the middle.
+        n: (
+            _GAP + round((node.place + (wide - rows[node.depth]) / 2) * (_WIDE + _GAP)),
+            _GAP + node.depth * _STEP,
+        )
+        for n, node in nodes.items()
+    }
+    lines, boxes, lanes = "", "", 0
+    for number, node in nodes.items():
+        x, y = corners[number]
+        choice = node.operator.choices[picks[number]]
+        count = len(node.operator.inputs)
+        for place, (value, state) in enumerate(
+            zip(node.operator.inputs, choice.inputs, strict=True)
+        ):
+            at = x + _WIDE * (place + 1) / (count + 1)
+            maker = source.get(value, -1)
+            given = corners.get(maker)
+            if given is None:
+                path = f"M{at:.0f},{y - 26}V{y}"
+            elif nodes[maker].depth + 1 == node.depth:
+                x1, y1 = given[0] + _WIDE / 2, given[1] + _HIGH
+                path = f"M{x1:.0f},{y1}C{x1:.0f},{y1 + 20} {at:.0f},{y - 20} {at:.0f},{y}"
+            else:
+                # Around the boxes between them.
+                lane = width + lanes * _LANE
+                lanes += 1
+                x1, y1 = float(given[0] + _WIDE), given[1] + _HIGH // 2
+                path = (
+                    f"M{x1:.0f},{y1:.0f}H{lane - 8}Q{lane},{y1:.0f} {lane},{y1 + 8:.0f}"
+                    f"V{y - 30}Q{lane},{y - 22} {lane - 8},{y - 22}H{at + 8:.0f}"
+                    f"Q{at:.0f},{y - 22} {at:.0f},{y - 14}V{y}"
+                )
+            kind = ' class="cut"' if state not in (WHOLE, ENTERED) else ""
+            # On the side that the line does not come from.
+            left = given is not None and given[0] + _WIDE / 2 > at + 40 and "Q" not in path
+            side, beside = ("to", at - 5) if left else ("at", at + 5)
+            lines += (
+                f'<path{kind} d="{path}"/><text class="state {side}" x="{beside:.0f}" '
+                f'y="{y - 6}">{escape(state)}</text>'
+            )
+        boxes += _box(node, corners[number], choice)
+    high = max((node.depth for node in nodes.values()), default=0) + 1
+    width, height = width + lanes * _LANE, high * _STEP + _GAP
+    return (
+        f'<svg viewBox="0 -30 {width} {height + 30}" width="{width}" height="{height + 30}" '
+        f'role="img" aria-label="operators of one layer and their shardings">{lines}{boxes}</svg>'
+    )
+
+
+def _box(node: _Node, corner: tuple[int, int], choice: Choice) -> str:
+    x, y = corner
+    name = node.operator.name.rpartition(".")[2] if node.operator.kind else _short(node.operator)
+    what: str = choice.style or "as its input"
+    if choice.outputs:
+        what += f" > {', '.join(dict.fromkeys(choice.outputs))}"
+    sent = [message.kind for message in choice.messages if not message.once]
+    if sent:
+        what += f", {' and '.join(dict.fromkeys(_SENDS[kind] for kind in sent))}"
+    title = f"{node.operator.name}: {node.operator.operation}"
+    return (
+        f'<g><rect class="{choice.style or "replicated"}" x="{x}" y="{y}" width="{_WIDE}" '
+        f'height="{_HIGH}"/><title>{escape(title)}</title>'
+        f'<text x="{x + _WIDE // 2}" y="{y + 17}">{escape(name)}</text>'
+        f'<text class="state" x="{x + _WIDE // 2}" y="{y + 32}">{escape(what)}</text></g>'
+    )
+
+
+_SENDS = {"sum": "added up", "gather": "gathered"}
+
+
+def _short(operator: Operator) -> str:
+    return operator.operation.removeprefix("aten.").partition(".")[0].strip("_")[:28]
+
+
+def _drawn(operator: Operator) -> bool:
+    """Views move nothing."""
+    return operator.kind is not None or operator.moved > 0 or len(operator.inputs) > 1
+
+
+def _sources(graph: OperatorGraph, numbers: Sequence[int]) -> dict[int, int]:
+    """The drawn operator that a value comes from, through views."""
+    found: dict[int, int] = {}
+    for number in numbers:
+        operator = graph.operators[number]
+        maker = number
+        if not _drawn(operator) and operator.inputs:
+            maker = found.get(operator.inputs[0], -1)
+        found.update(dict.fromkeys(operator.outputs, maker))
+    return found
+
+
+def _placed(
+    graph: OperatorGraph, numbers: Sequence[int], source: Mapping[int, int]
+) -> dict[int, _Node]:
+    """Below all that it reads; beside what is as deep."""
+    nodes: dict[int, _Node] = {}
+    taken: dict[int, int] = {}
+    for number in numbers:
+        operator = graph.operators[number]
+        if not _drawn(operator) or not (operator.inputs or operator.kind):
+            continue
+        makers = [source[v] for v in operator.inputs if source.get(v, -1) in nodes]
+        depth = max((nodes[maker].depth + 1 for maker in makers), default=0)
+        place = taken.get(depth, 0)
+        taken[depth] = place + 1
+        nodes[number] = _Node(number, operator, depth, place)
+    return nodes

@@ -16,9 +16,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
 from launcher.config.workload import OptimizerConfig
-from launcher.workloads.initialisation import SeededUnit, initialise
 from launcher.workloads.optimizer import Steering, configured
-from launcher.workloads.transformer import Head, Transformer
+from launcher.workloads.transformer import Head, SeededUnit, Transformer, initialise
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
 from strategies.errors import DataError, PlanError
 from strategies.models.experts import Mixture

@@ -14,7 +14,7 @@ from strategies.costs.kernels import Work
 from strategies.costs.load import Load
 from strategies.costs.trace_file import TracedExperts, TracedModel, TracedUnit
 from strategies.errors import PlanError
-from strategies.planner.unit_graph import Tensor, UnitGraph, handed_on
+from strategies.planner.cut import Tensor, UnitGraph, handed_on
 
 if TYPE_CHECKING:
     from strategies.planner.shardings.unit_cuts import UnitCut

@@ -13,11 +13,18 @@ from math import gcd
 from operator import add, mul, sub
 from typing import NamedTuple, TypeVar
 
-from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
+from strategies.costs.hardware import (
+    ElementSizes,
+    Group,
+    Hardware,
+    NumberFormat,
+    expert_holders,
+    half_round,
+    replicas,
+)
 from strategies.costs.kernels import memory_bound, product_seconds
 from strategies.costs.load import Load
 from strategies.costs.pass_seconds import PassSeconds
-from strategies.costs.rings import Group, expert_holders, half_round, replicas
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import reduced_and_gathered
 from strategies.errors import CostError

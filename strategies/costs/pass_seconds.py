@@ -20,10 +20,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
+from strategies.costs.hardware import (
+    ElementSizes,
+    Group,
+    Hardware,
+    NumberFormat,
+    all_to_all,
+    exchangers,
+    half_round,
+    sharers,
+)
 from strategies.costs.kernels import Seconds, memory_bound, unit_seconds
 from strategies.costs.load import Load
-from strategies.costs.rings import Group, all_to_all, exchangers, half_round, sharers
 
 
 def by_kernels(hardware: Hardware, load: Load) -> bool:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from strategies.costs.table import CostTable, Transport
 from strategies.errors import CostError
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement
-from strategies.ir.program import Program
+from strategies.ir.program import Placement, Program
 
 Sizes = float | tuple[float, ...]
 """One number for all, or a list of them."""

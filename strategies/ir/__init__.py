@@ -2,8 +2,7 @@
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement
-from strategies.ir.program import Boundary, LoopState, Program
+from strategies.ir.program import Boundary, LoopState, Placement, Program
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.ir.verify import verify
 

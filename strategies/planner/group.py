@@ -7,14 +7,13 @@ from functools import lru_cache
 
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.plan import Overlap, Recompute
-from strategies.planner.cut import Room, cut_chain, even_ranks
+from strategies.planner.cut import Room, UnitGraph, chain_graph, cut_chain, even_ranks
 from strategies.planner.ilp import cut_by_ilp
 from strategies.planner.problem import Candidate, Layout, Order, PlannedCosts, Problem
 from strategies.planner.space import Space, orders
 from strategies.planner.step_bound import Rules, any_cut_bound, least_again, step_bound
-from strategies.planner.unit_graph import UnitGraph, chain_graph
 from strategies.schedules import find_schedule
 
 

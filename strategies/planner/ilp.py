@@ -13,7 +13,7 @@ import importlib
 from typing import Any
 
 from strategies.errors import ModelError, PlanError
-from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order
+from strategies.planner.cut import UnitGraph, crossing_bytes, cut_in_order
 
 _SECONDS = 60.0
 _SAME = 1e-9

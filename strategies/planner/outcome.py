@@ -11,6 +11,7 @@ from strategies.compiler import compile_plan
 from strategies.costs.table import Costs
 from strategies.ir.program import Program
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
+from strategies.planner.cut import skips
 from strategies.planner.group import Group
 from strategies.planner.holdings import (
     Holdings,
@@ -25,7 +26,6 @@ from strategies.planner.holdings import (
 from strategies.planner.problem import Candidate, Found, Layout, Order
 from strategies.planner.quick_walk import StepTime, Structure, flatten, lists_of, step_time
 from strategies.planner.step_bound import Rules, step_bound
-from strategies.planner.unit_graph import skips
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
 

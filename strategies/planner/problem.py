@@ -15,10 +15,9 @@ from strategies.costs.pass_seconds import by_kernels
 from strategies.costs.profile_costs import ProfiledCosts
 from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
-from strategies.ir.placement import Placement, loop
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Placement, Program, chain, loop
 from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
-from strategies.planner.unit_graph import UnitGraph, handed_on
+from strategies.planner.cut import UnitGraph, handed_on
 
 if TYPE_CHECKING:
     from strategies.analysis.memory import RankMemory

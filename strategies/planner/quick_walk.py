@@ -17,11 +17,10 @@ from typing import NamedTuple
 from strategies.compiler import compile_compute, order_compute
 from strategies.costs.table import CostTable
 from strategies.errors import ProgramError
+from strategies.ir.graph import DURATION_ROWS
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
-from strategies.ir.placement import Placement
-from strategies.ir.program import Program
-from strategies.ir.walk import DURATION_ROWS
+from strategies.ir.program import Placement, Program
 from strategies.passes.recompute.add_recompute import add_recompute, mario_order
 from strategies.passes.recompute.mario import apply_checkpoint
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute

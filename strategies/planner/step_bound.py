@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import add, mul, ne
 
 from strategies.costs.table import CostTable
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.plan import Recompute
 from strategies.planner.problem import Layout, Problem
 

@@ -1,7 +1,15 @@
 """Whether an order that somebody else has written can run, and what would be better."""
 
-from strategies.referee.opinion import Opinion, Ours, alternatives, examine
-from strategies.referee.repair import Move, Repair, notation, repair
+from strategies.referee.opinion import (
+    Move,
+    Opinion,
+    Ours,
+    Repair,
+    alternatives,
+    examine,
+    notation,
+    repair,
+)
 from strategies.referee.semantics import (
     SEMANTICS,
     Crossing,

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from strategies.errors import PlanError
-from strategies.ir.placement import PLACEMENTS, Placement
+from strategies.ir.program import PLACEMENTS, Placement
 from strategies.plan import ScheduleFile
 from strategies.schedules.chimera import CHIMERA
 from strategies.schedules.custom import NAME as CUSTOM

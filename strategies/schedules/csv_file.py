@@ -24,7 +24,7 @@ from itertools import product
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction, overlap
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 
 _COMPUTE = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})(?:#([0-9]{1,7}))?")
 _AGAIN = re.compile(r"[0-9]{1,7}R[0-9]{1,7}")

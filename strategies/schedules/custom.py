@@ -20,8 +20,7 @@ from functools import lru_cache
 from strategies.errors import DeadlockError, PlanError, ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import PLACEMENTS, Placement, bidirectional, loop, v
-from strategies.ir.program import Program, chain
+from strategies.ir.program import PLACEMENTS, Placement, Program, bidirectional, chain, loop, v
 from strategies.ir.versions import check_versions
 from strategies.plan import ScheduleFile
 from strategies.schedules.csv_file import CellRows, Index, check_cells, check_messages, parse_cells

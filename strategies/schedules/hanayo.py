@@ -23,8 +23,7 @@ M >= P the search gets there with one wave, and within 30 % of it with two (P=4,
 from __future__ import annotations
 
 from strategies.errors import PlanError
-from strategies.ir.placement import Placement, v
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Placement, Program, chain, v
 from strategies.schedules.schedule import Durations, Rows, Schedule, Shape
 from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.search.justify import Chain, justified_rows

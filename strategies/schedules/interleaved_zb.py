@@ -28,8 +28,7 @@ from dataclasses import replace
 
 from strategies.ir.instruction import Instruction, input_gradient, weight_gradient
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import loop
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Program, chain, loop
 from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape, existing
 from strategies.schedules.search.weight_gaps import fill_gaps

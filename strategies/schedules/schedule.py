@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction
-from strategies.ir.placement import Placement, bidirectional, loop, v
+from strategies.ir.program import Placement, bidirectional, loop, v
 
 Rows = tuple[tuple[Instruction, ...], ...]
 Held = tuple[tuple[tuple[int, ...], int], ...]
@@ -235,7 +235,7 @@ class Schedule:
             if not isinstance(placed, Placement):
                 raise PlanError(
                     f"schedule={self.name}: its placement function returned {placed!r}, not a "
-                    "Placement. Return one, for example strategies.ir.placement.loop(shape.pp, "
+                    "Placement. Return one, for example strategies.ir.program.loop(shape.pp, "
                     "shape.stages_per_rank)."
                 )
             if placed.num_ranks != shape.pp:

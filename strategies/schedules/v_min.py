@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from strategies.ir.placement import v
+from strategies.ir.program import v
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.search.best_order import (
     NEVER,

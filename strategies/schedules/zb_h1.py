@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from strategies.ir.instruction import forward, input_gradient, weight_gradient
-from strategies.ir.placement import loop
+from strategies.ir.program import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.search.best_order import blocks, by_makespan, regular_or_best
 

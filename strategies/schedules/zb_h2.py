@@ -23,7 +23,7 @@ optimizer steps are not used.
 
 from __future__ import annotations
 
-from strategies.ir.placement import loop
+from strategies.ir.program import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
 from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
 from strategies.schedules.zb_h1 import split_1f1b

@@ -26,7 +26,7 @@ from itertools import count
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import v
+from strategies.ir.program import v
 from strategies.schedules.schedule import Rows, Schedule, Shape, existing
 from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
 

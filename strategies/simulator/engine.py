@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from strategies.analysis.timeline import Timeline
-from strategies.costs.expert_exchange import spans_alone, spans_in_turn
-from strategies.costs.table import Costs, CostTable
+from strategies.costs.table import Costs, CostTable, spans_alone, spans_in_turn
 from strategies.errors import CostError, ProgramError
+from strategies.ir.graph import Compute
 from strategies.ir.program import Program
-from strategies.ir.walk import Compute
 from strategies.simulator.events import Item, run_events
 
 

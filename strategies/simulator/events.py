@@ -31,8 +31,8 @@ from typing import Literal
 
 from strategies.costs.table import CostTable
 from strategies.errors import CostError
+from strategies.ir.graph import Channel, Compute, Message
 from strategies.ir.program import Program
-from strategies.ir.walk import Channel, Compute, Message
 
 # Less is left of a transfer than rounding leaves of a sum of durations, relative to the time.
 _ROUNDING = 1e-12

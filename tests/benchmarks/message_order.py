@@ -17,8 +17,7 @@ from dataclasses import replace
 from strategies.compiler import compile_compute
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import MESSAGE_KINDS
-from strategies.lowering.rendezvous_order import order_messages
-from strategies.lowering.send_recv import add_messages
+from strategies.lowering.send_recv import add_messages, order_messages
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import replay

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from strategies.errors import ModelError
-from strategies.models.replay import layer_cut
+from strategies.models.replay import cut_module
 from strategies.models.tensor_parallel import share_layers
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.share_values import ShareValues
@@ -217,7 +217,7 @@ def broken(part: str) -> Iterator[None]:
 
             patched.setattr(share_layers.LinearByInputs, "forward", forward)
         elif part == "alone":  # One rank of those that share matrices cannot run its share.
-            own_numbers = layer_cut._numbers
+            own_numbers = cut_module._numbers
 
             def numbers(module: Any, example: Any, sharding: Any) -> Any:
                 found = own_numbers(module, example, sharding)
@@ -225,14 +225,14 @@ def broken(part: str) -> Iterator[None]:
                     raise RuntimeError("no room")
                 return found
 
-            patched.setattr(layer_cut, "_numbers", numbers)
+            patched.setattr(cut_module, "_numbers", numbers)
         elif part == "one":  # Shares of one rank are other numbers.
-            own_compare = layer_cut.compare_steps
+            own_compare = cut_module.compare_steps
 
             def compare(*given: Any, **named: Any) -> Any:
                 return "what net.5 gives differs" if given[3] == 1 else own_compare(*given, **named)
 
-            patched.setattr(layer_cut, "compare_steps", compare)
+            patched.setattr(cut_module, "compare_steps", compare)
         else:  # What lies cut is taken for what lies cut in another order.
             own_whole = ShareValues.whole
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.optimizer import build_scheduler
 from strategies.errors import NotFiniteError
-from strategies.runtime.lightning.late_flush import why_it_waits
 from strategies.runtime.lightning.strategy import PipelineStrategy
+from strategies.runtime.lightning.updating_strategy import why_it_waits
 from tests.distributed.pool import Ranks
 from tests.distributed.training import (
     SEQUENCE,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.faults.results import record
 from tests.strategies.runtime.storage.saving import save
 from tests.strategies.runtime.storage.test_damage import damaged

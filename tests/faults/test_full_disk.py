@@ -20,7 +20,7 @@ import pytest
 
 from strategies.errors import CheckpointError
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.faults.results import record
 from tests.launcher.command_line import launch_here
 from tests.launcher.runs import MODEL, launch

@@ -14,7 +14,7 @@ import pytest
 
 from strategies.errors import CheckpointError
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.faults.results import record
 from tests.forgery import reseal, rewrite
 from tests.strategies.runtime.storage.saving import load, save

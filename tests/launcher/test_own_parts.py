@@ -80,7 +80,7 @@ def order(shape):
 # Every way in which an order can be wrong, and two ways of offering one without the decorator.
 MORE_SCHEDULES = """
 from strategies.ir.instruction import backward, forward
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.schedules import Schedule, register_schedule
 
 

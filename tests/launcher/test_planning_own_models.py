@@ -30,9 +30,9 @@ from strategies.costs.trace_file import (
     TracedUnit,
 )
 from strategies.errors import PlanError
+from strategies.planner.cut import UnitGraph, crossing_bytes, cut_in_order, skips
 from strategies.planner.layout_search import search
 from strategies.planner.space import layouts
-from strategies.planner.unit_graph import UnitGraph, crossing_bytes, cut_in_order, skips
 from strategies.simulator.engine import simulate
 from tests.launcher.command_line import launch_here
 from tests.tiny_models import write_model

@@ -15,8 +15,7 @@ from strategies.costs.uniform import count_buckets
 from strategies.errors import PlanError, ProgramError
 from strategies.ir import LoopState, Placement, Program, verify
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.ir.placement import loop
-from strategies.ir.program import Boundary, Role, chain
+from strategies.ir.program import Boundary, Role, chain, loop
 from strategies.ir.text import parse_rows
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES

@@ -6,7 +6,7 @@ import pytest
 
 from launcher.report.ascii import draw
 from launcher.report.html import Panel
-from launcher.report.perfetto import trace_json
+from launcher.report.predicted import trace_json
 from strategies.compiler import compile_plan, compile_short
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import Kind

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launcher.config import LaunchConfig
-from launcher.report.perfetto import read_timelines
+from launcher.report.predicted import read_timelines
 from launcher.report.result import write_atomically
 from launcher.report.rows import TimelineData
 from launcher.report.sweep.loss_curves import LossCurve, NamedCurve, read_curve

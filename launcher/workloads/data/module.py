@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from launcher.workloads.data.source import DEFAULT_SOURCE, Split, TextSource, split_blocks
 from launcher.workloads.data.tokens import Tokens, load_tokens
-from launcher.workloads.initialisation import derived_seed
+from launcher.workloads.transformer import derived_seed
 from strategies.errors import DataError
 
 _CHECKED_IDS = 1 << 24

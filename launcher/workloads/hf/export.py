@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launcher.workloads.hf.conversion import as_stored
 from launcher.workloads.hf.counterpart import config_of, counterpart
 from launcher.workloads.hf.families import CONFIG
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.hf.skeleton import build_skeleton
 from launcher.workloads.hf.stored import SINGLE
+from launcher.workloads.hf.weights import as_stored
 from launcher.workloads.model_share import ModelShape
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape
 from strategies.errors import CheckpointError, RunError

@@ -1,7 +1,6 @@
 """Experts spread over ranks: who holds which, and how tokens get to them and back."""
 
-from strategies.models.expert_parallel.expert_ranks import ExpertRanks
+from strategies.models.expert_parallel.expert_ranks import ExpertRanks, Turns
 from strategies.models.expert_parallel.expert_shares import ExpertShares, HasExperts
-from strategies.models.expert_parallel.turns import Turns
 
 __all__ = ["ExpertRanks", "ExpertShares", "HasExperts", "Turns"]

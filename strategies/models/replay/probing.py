@@ -26,14 +26,13 @@ from strategies.models.contents import (
 )
 from strategies.models.logs import LogCapture
 from strategies.models.nested import cloned, leaves, replaced, tensors
-from strategies.models.replay.branches import has_branches
 from strategies.models.replay.gate import as_written, call_step, gated, has_compiled, unchanged
 from strategies.models.replay.hole import Hole, Spec, error_line, user_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
 from strategies.models.replay.rows.value_run import seed_all
-from strategies.models.replay.unit_search import alike, select_units, units_to_open
+from strategies.models.replay.unit_search import alike, has_branches, select_units, units_to_open
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import Generators, own_generators
 from strategies.models.step_places import ABSENT

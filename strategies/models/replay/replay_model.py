@@ -15,8 +15,7 @@ from torch import Tensor
 
 from strategies.errors import ModelError, PipelineError
 from strategies.models.collectives import shapes_only
-from strategies.models.logs import LogCapture, no_means
-from strategies.models.metric_objects import apart
+from strategies.models.logs import LogCapture, apart, no_means
 from strategies.models.nested import cloned, rebuild, structure, tensors
 from strategies.models.replay.cut_module import CutModule
 from strategies.models.replay.gate import (

@@ -17,13 +17,13 @@ from torch import nn
 
 from strategies.errors import ModelError
 from strategies.models.nested import structure
-from strategies.models.replay.branches import has_branches
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import Layout, follow_layout, same_layout
 from strategies.models.replay.path import Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, probe_path
 from strategies.models.replay.rows.value_plan import THROUGH, Given, ValuePlan, Values
 from strategies.models.replay.rows.whole_values import Dealer, Step, Where
+from strategies.models.replay.unit_search import has_branches
 from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel
 from strategies.models.state import Generators
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
+from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat, half_round, sharers
 from strategies.costs.kernels import Product, Work, unit_seconds
-from strategies.costs.rings import half_round, sharers
 from strategies.planner.shardings.operators import (
     Choice,
     Message,

@@ -20,8 +20,7 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement
-from strategies.ir.program import Program
+from strategies.ir.program import Placement, Program
 from strategies.plan import Plan
 from strategies.referee.foreign.their_words import check_size
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.errors import PipelineError
-from strategies.models.tensor_parallel.simple_plan import simple_plan
+from strategies.models.tensor_parallel.unit_sharding import simple_plan
 from strategies.runtime.step.microbatch import count_rows
 from strategies.sharding_plan import FoundPlan
 
@@ -69,7 +69,7 @@ def chosen_plan(
         num_microbatches: Of a step.
     """
     # Needed by nobody else on a rank, and heavy.
-    from strategies.tracing.plan_search import find_shardings
+    from strategies.tracing.operator_trace import find_shardings
 
     hardware = getattr(costs, "hardware", None)
     if not isinstance(hardware, Hardware):

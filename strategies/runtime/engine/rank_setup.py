@@ -16,7 +16,7 @@ from torch import nn
 from strategies.compiler import compile_plan, resolve_shape, schedule_of
 from strategies.errors import ModelError
 from strategies.heartbeat import Heartbeat
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.models.collectives import LocalGroup
 from strategies.models.expert_parallel import ExpertRanks, Turns
 from strategies.models.selective.policy import Selection

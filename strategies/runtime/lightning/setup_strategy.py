@@ -44,7 +44,6 @@ from strategies.runtime.lightning.hooks.hook_state import (
 )
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
-from strategies.runtime.lightning.late_flush import ConfirmedWeights
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
     hide_states,
@@ -61,7 +60,7 @@ from strategies.runtime.lightning.stream_loop import (
     refuse_engine,
     refuse_stream,
 )
-from strategies.runtime.lightning.updating_strategy import UpdatingStrategy
+from strategies.runtime.lightning.updating_strategy import ConfirmedWeights, UpdatingStrategy
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import everybody

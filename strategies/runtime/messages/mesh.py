@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from strategies.errors import PlanError
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 
 
 @dataclass(frozen=True, slots=True)

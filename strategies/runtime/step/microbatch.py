@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from strategies.errors import DataError, ModelError
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.models.state import Fetch
 
 _SAMPLE = 65_536

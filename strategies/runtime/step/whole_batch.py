@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from strategies.errors import DataError, ModelError
-from strategies.models.logs import LogEntry, join_entries
-from strategies.models.metric_objects import (
+from strategies.models.logs import (
+    LogEntry,
     Replicas,
+    join_entries,
     on_microbatch,
     on_whole_batch,
     share_metrics,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.heartbeat import Phase
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.models.state import Fetch
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.step.rank_parts import RankParts

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.models.stage_model import StageModel
 from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
 from strategies.runtime.messages.mesh import Communicators, Coordinates, holders_of

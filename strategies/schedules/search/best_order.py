@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.schedules.schedule import Durations, Rows, Shape
 from strategies.schedules.search.greedy import Guide, Policy, walk
 from strategies.schedules.search.lanes import (

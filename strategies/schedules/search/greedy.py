@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.schedules.schedule import Durations, Rows
 from strategies.schedules.search.lanes import (
     F,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 from strategies.schedules.schedule import Durations, Rows
 
 F, I, W = range(3)  # noqa: E741

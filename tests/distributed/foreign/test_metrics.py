@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from strategies.errors import ModelError
-from strategies.models.metric_objects import Replicas, share_metrics
+from strategies.models.logs import Replicas, share_metrics
 from tests.distributed.foreign.comparison import (
     CLASSES,
     TOLERANCE,

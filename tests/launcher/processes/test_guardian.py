@@ -18,7 +18,7 @@ from tests.warm_server import REPOSITORY
 RANK = """
 import os, sys, time, json
 from pathlib import Path
-from launcher.processes.guardian import fork_under_guard
+from launcher.processes.watchdog import fork_under_guard
 from launcher.processes.watchdog import own_heartbeat
 from launcher.processes.preempted import StopRequest
 import signal

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from launcher.report.html import Panel, timeline_html
-from launcher.report.perfetto import read_timelines, trace_json, write_trace
+from launcher.report.predicted import read_timelines, trace_json, write_trace
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.ir.kinds import COMPUTE_KINDS, Kind

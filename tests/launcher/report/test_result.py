@@ -135,7 +135,7 @@ def test_versions_are_read_without_importing_anything_heavy():
 import json, sys
 from launcher.report.result import versions
 import launcher.report.ascii, launcher.report.html, launcher.report.predicted
-import launcher.report.summary, launcher.report.perfetto
+import launcher.report.summary, launcher.report.predicted
 found = versions()
 heavy = [n for n in ("torch", "lightning", "hydra", "omegaconf", "wandb") if n in sys.modules]
 print(json.dumps([found, heavy]))

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from launcher.workloads.initialisation import derived_seed, initialise
-from launcher.workloads.transformer import Attention, Head, Mlp
+from launcher.workloads.transformer import Attention, Head, Mlp, derived_seed, initialise
 from launcher.workloads.transformer_shape import TransformerShape
 
 SHAPE = TransformerShape(
@@ -62,6 +61,6 @@ def test_seeds_are_the_same_in_every_process_and_on_every_machine():
     # sha256sum's first 8 bytes
     assert derived_seed(0, "net.head.norm.weight") == 8639742503821432092
     words = "print(d(3, 'x'), d(4, 'x'))"
-    script = f"from launcher.workloads.initialisation import derived_seed as d; {words}"
+    script = f"from launcher.workloads.transformer import derived_seed as d; {words}"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.split() == [str(derived_seed(3, "x")), str(derived_seed(4, "x"))]

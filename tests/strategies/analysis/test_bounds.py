@@ -13,7 +13,7 @@ from strategies.analysis.bounds import Bound, _one_machine, lower_bound, memory_
 from strategies.compiler import compile_compute
 from strategies.errors import ProgramError
 from strategies.ir import verify
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from strategies.lowering.send_recv import add_messages
 from strategies.plan import Plan, Recompute
 from tests.strategies.programs import uneven, written

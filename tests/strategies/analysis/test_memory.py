@@ -21,7 +21,7 @@ from strategies.compiler import compile_plan
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.load import Load
 from strategies.costs.table import StageMemory
-from strategies.ir.placement import bidirectional, v
+from strategies.ir.program import bidirectional, v
 from strategies.plan import Recompute
 from strategies.schedules import find_schedule
 from tests.strategies.planner.models import MACHINE

@@ -6,7 +6,7 @@ from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.metrics import measure
 from strategies.compiler import compile_plan
 from strategies.ir import verify
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from strategies.lowering.send_recv import add_messages
 from strategies.simulator.engine import unroll
 from tests.strategies.programs import plans, uneven, written

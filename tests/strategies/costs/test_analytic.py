@@ -10,7 +10,7 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.load import Load, sum_loads
 from strategies.errors import CostError
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from tests.strategies.programs import written
 
 MACHINE = Hardware(

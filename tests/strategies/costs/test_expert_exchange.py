@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from strategies.costs.analytic import AnalyticCosts
-from strategies.costs.hardware import Hardware
+from strategies.costs.hardware import Hardware, all_to_all, exchangers, expert_holders
 from strategies.costs.load import Load
-from strategies.costs.rings import all_to_all, exchangers, expert_holders
-from strategies.ir.placement import loop
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Program, chain, loop
 
 GPU = Hardware(
     name="gpu", peak_flops=1e12, efficiency=1.0, memory_gb=80, memory_bandwidth=1e12,

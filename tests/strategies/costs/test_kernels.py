@@ -11,8 +11,7 @@ from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.kernels import Core, Product, Work, unit_seconds
 from strategies.costs.load import Load, sum_loads
 from strategies.errors import CostError
-from strategies.ir.placement import loop
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Program, chain, loop
 
 CARD = Hardware(
     name="small",

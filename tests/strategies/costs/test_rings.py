@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from strategies.costs.rings import half_round, replicas, sharers
+from strategies.costs.hardware import half_round, replicas, sharers
 from tests.strategies.costs.test_analytic import MACHINE
 
 CPUS = replace(MACHINE, gpus_per_node=4)

@@ -4,7 +4,7 @@ from strategies import UniformCosts, compile_program
 from strategies.compiler import compile_plan
 from strategies.costs.uniform import count_buckets
 from strategies.errors import CostError
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from strategies.plan import Plan
 from tests.strategies.programs import written
 

@@ -9,7 +9,7 @@ from strategies.compiler import compile_plan
 from strategies.errors import ProgramError
 from strategies.ir import Kind, parse_instruction
 from strategies.ir.graph import _walk, build_graph
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from tests.strategies.programs import plans, written
 
 

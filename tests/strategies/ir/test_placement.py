@@ -1,6 +1,6 @@
 import pytest
 
-from strategies.ir.placement import PLACEMENTS, Placement, bidirectional, loop, v
+from strategies.ir.program import PLACEMENTS, Placement, bidirectional, loop, v
 
 
 def test_a_loop_deals_stages_out_like_cards():

@@ -9,8 +9,7 @@ import pytest
 from strategies import compile_program
 from strategies.analysis.memory import peak_activations
 from strategies.ir import Instruction, Kind, verify
-from strategies.ir.placement import bidirectional, v
-from strategies.ir.program import Boundary, recomputed_pairs
+from strategies.ir.program import Boundary, bidirectional, recomputed_pairs, v
 from tests.strategies.programs import lines, refusal, written
 
 COMPUTE = """

@@ -6,8 +6,7 @@ import pytest
 
 from strategies.analysis.memory import peak_activations
 from strategies.ir import verify
-from strategies.ir.placement import bidirectional
-from strategies.ir.program import Boundary
+from strategies.ir.program import Boundary, bidirectional
 from tests.strategies.programs import lines, refusal, written
 
 TWO_COPIES = """

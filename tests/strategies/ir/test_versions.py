@@ -1,8 +1,7 @@
 import pytest
 
 from strategies.errors import ProgramError
-from strategies.ir.placement import loop
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Program, chain, loop
 from strategies.ir.text import parse_rows
 from strategies.ir.verify import verify
 

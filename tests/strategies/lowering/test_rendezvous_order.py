@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from strategies import UniformCosts, compile_program
 from strategies.compiler import compile_compute
 from strategies.ir import verify
-from strategies.lowering.rendezvous_order import order_messages
-from strategies.lowering.send_recv import add_messages
+from strategies.lowering.send_recv import add_messages, order_messages
 from strategies.passes.updates import accumulate_only
 from strategies.plan import Plan
 from strategies.simulator.engine import replay

@@ -6,8 +6,7 @@ from hypothesis import given
 from strategies import compile_program
 from strategies.compiler import compile_compute, compile_plan
 from strategies.ir import Kind, Program, verify
-from strategies.ir.placement import bidirectional, loop, v
-from strategies.ir.program import Boundary
+from strategies.ir.program import Boundary, bidirectional, loop, v
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.lowering.send_recv import add_messages, on_this_rank, release_points
 from strategies.passes.updates import accumulate_only, add_grad_reduce, add_steps, forward_only

@@ -9,7 +9,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_compute
 from strategies.errors import ProgramError
 from strategies.ir import Kind, verify
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.split_backward import split_backward
 from strategies.plan import Plan

@@ -8,7 +8,7 @@ from strategies.compiler import compile_plan, compile_short
 from strategies.errors import PlanError, ProgramError
 from strategies.ir import Program, verify
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import bidirectional
+from strategies.ir.program import bidirectional
 from strategies.passes.updates import add_gathers, add_grad_reduce, add_steps
 from strategies.plan import Plan
 from tests.strategies.programs import ALL_SCHEDULES, lines, texts, written
@@ -201,7 +201,7 @@ def test_steps_stand_behind_held_reductions():
 
 
 def test_both_copies_of_a_stage_are_reduced_and_stepped():
-    from strategies.ir.placement import bidirectional
+    from strategies.ir.program import bidirectional
 
     program = written(
         """

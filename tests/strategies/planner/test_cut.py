@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
 from strategies.errors import PlanError
-from strategies.ir.placement import loop, v
+from strategies.ir.program import loop, v
 from strategies.planner.cut import Room, balance, by_counts, cut_chain, even_ranks
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from strategies.errors import ModelError
-from strategies.planner.unit_graph import (
+from strategies.planner.cut import (
     Tensor,
     UnitGraph,
     chain_graph,

@@ -12,7 +12,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan, compile_short, schedule_of
 from strategies.errors import PipelineError, PlanError, ProgramError
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.ir.placement import Placement, bidirectional, loop, v
+from strategies.ir.program import Placement, bidirectional, loop, v
 from strategies.ir.text import format_rows
 from strategies.plan import Plan, ScheduleFile, read_schedule_file
 from strategies.schedules import SCHEDULES, find_schedule

@@ -1,7 +1,7 @@
 import pytest
 
 from strategies.compiler import compile_compute
-from strategies.ir.placement import v
+from strategies.ir.program import v
 from strategies.plan import Plan
 from tests.strategies.programs import texts
 from tests.strategies.schedules.dual import PAIRED, torchs_lists

@@ -16,7 +16,7 @@ from strategies.ir.instruction import (
     weight_gradient,
 )
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement, bidirectional, loop, v
+from strategies.ir.program import Placement, bidirectional, loop, v
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, find_schedule, register_schedule
 from strategies.schedules.schedule import Schedule, Shape

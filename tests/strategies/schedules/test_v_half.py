@@ -1,6 +1,6 @@
 import pytest
 
-from strategies.ir.placement import v
+from strategies.ir.program import v
 from strategies.schedules.v_half import _regular
 from tests.strategies.programs import lines
 from tests.strategies.schedules.figures import figures, picture

@@ -1,6 +1,6 @@
 import pytest
 
-from strategies.ir.placement import v
+from strategies.ir.program import v
 from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.zb_v import _regular
 from tests.strategies.programs import compute_texts, lines

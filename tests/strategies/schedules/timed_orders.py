@@ -11,8 +11,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.analysis.metrics import Metrics, measure
 from strategies.analysis.timeline import Timeline
 from strategies.costs.table import CostTable
-from strategies.ir.placement import Placement
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Placement, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.updates import add_steps

@@ -19,7 +19,7 @@ from strategies.errors import ModelError
 from strategies.models.flops import FlopCount, formula_of
 from strategies.models.replay.gate import call_step
 from strategies.models.replay.replay_model import ReplayModel
-from strategies.planner.unit_graph import Tensor, UnitGraph, handed_on, skips
+from strategies.planner.cut import Tensor, UnitGraph, handed_on, skips
 from strategies.runtime.step.microbatch import count_rows
 from strategies.tracing.trace import empty_weights, trace_model
 from tests.strategies.models.replay.parity import chosen_cuts, stage_ranges

@@ -58,7 +58,7 @@ from strategies.runtime.messages.fingerprint import (
     tell_odd_ones,
     tell_odd_rates,
 )
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.update.main_optimizer import MainOptimizer
 

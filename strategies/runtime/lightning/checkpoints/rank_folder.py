@@ -29,9 +29,9 @@ from strategies.runtime.lightning.checkpoints.stock_file import (
 )
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
+from strategies.runtime.storage.commit import Saver
 from strategies.runtime.storage.opened import Opened
 from strategies.runtime.storage.part import Part, Piece, flatten, split
-from strategies.runtime.storage.saver import Saver
 
 DATA_HYPER_PARAMETERS = "datamodule_hyper_parameters"
 

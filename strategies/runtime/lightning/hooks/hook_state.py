@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from strategies.errors import DataError
-from strategies.models.metric_objects import Replicas, share_metrics
+from strategies.models.logs import Replicas, share_metrics
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.engine.rank_engine import Engine
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.report.html import Panel
-from launcher.report.perfetto import write_trace
+from launcher.report.predicted import write_trace
 from launcher.report.result import metrics_mapping, write_result
 from launcher.report.sweep.sweep_jobs import SweepJob, ended_job, file_stamps
 from strategies import UniformCosts, compile_program, simulate

@@ -3,8 +3,8 @@ import re
 from dataclasses import replace
 from textwrap import dedent
 
+from launcher.report.sweep.files import print_sweep
 from launcher.report.sweep.sweep_jobs import make_sweep
-from launcher.report.sweep.sweep_table import print_sweep
 from tests.launcher.report.sweep.sweeps import job, simulated, trained
 
 

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf import weights as weights_module
-from launcher.workloads.hf.conversion import as_stored
 from launcher.workloads.hf.export import library_name
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from launcher.workloads.hf.skeleton import build_skeleton
+from launcher.workloads.hf.weights import as_stored
 from strategies.errors import ModelError
 from strategies.models.unit_model import UnitModel
 from tests.tiny_models import batch_of, shape_of, write_model

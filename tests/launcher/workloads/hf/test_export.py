@@ -23,7 +23,7 @@ from strategies.errors import ModelError, PlanError, RunError
 from strategies.runtime.lightning.checkpoints.rank_folder import save
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.tiny_models import batch_of, shape_of, write_model
 
 LLAMA = TransformerShape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=64, sequence=16)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from launcher.workloads.hf.hf_model import HfLanguageModel
-from strategies.tracing.plan_search import styles_by_hand
+from strategies.tracing.operator_trace import styles_by_hand
 from strategies.tracing.trace import trace_model
 from tests.tiny_models import SEQUENCE, batch_of, shape_of, write_model
 

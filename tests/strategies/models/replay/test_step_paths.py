@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from strategies.models.replay.branches import has_branches
+from strategies.models.replay.unit_search import has_branches
 
 
 class Straight(pl.LightningModule):

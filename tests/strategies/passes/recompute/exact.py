@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from strategies.ir.placement import Placement
+from strategies.ir.program import Placement
 
 cp_model = pytest.importorskip("ortools.sat.python.cp_model")
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.ir.placement import bidirectional, loop, v
+from strategies.ir.program import bidirectional, loop, v
 from strategies.passes.recompute.capped_walk import Pace, R, Work, best_orders, capped_order
 from strategies.passes.recompute.critical_moves import improve
 from strategies.schedules.search.lanes import F, I, W, lanes_of

@@ -12,7 +12,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_compute
 from strategies.errors import PlanError
 from strategies.ir import Kind, verify
-from strategies.ir.placement import bidirectional, loop, v
+from strategies.ir.program import bidirectional, loop, v
 from strategies.passes.recompute.optimal import keep_what_fits, sibling_orders
 from strategies.plan import Plan, Recompute, ScheduleFile
 from strategies.schedules import SCHEDULES

@@ -21,7 +21,7 @@ import torch
 
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Communicators, Coordinates
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.strategies.runtime.storage.saving import newest, save, step_in
 
 _CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")

@@ -12,7 +12,7 @@ from strategies.errors import CheckpointError
 from strategies.runtime.lightning.checkpoints import checkpointing_strategy
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 
 ALONE = Coordinates(pp=1, dp=1, pp_rank=0, dp_rank=0)
 

@@ -13,7 +13,7 @@ import pytest
 from strategies import manifest
 from strategies.errors import CheckpointError
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.strategies.runtime.storage.saving import load, save, step_in
 
 

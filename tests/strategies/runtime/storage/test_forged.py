@@ -17,7 +17,7 @@ from strategies.manifest import read_manifest
 from strategies.runtime.lightning.checkpoints import stock_file
 from strategies.runtime.lightning.checkpoints.checkpointing_strategy import load_state_dict
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.forgery import reseal, rewrite
 from tests.strategies.runtime.storage.saving import load, save, step_in
 

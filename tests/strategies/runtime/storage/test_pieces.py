@@ -24,7 +24,7 @@ from strategies.models.tensor_parallel.tensor_ranks import Shard
 from strategies.runtime.lightning.checkpoints.stock_file import boxed
 from strategies.runtime.storage import part as piece
 from strategies.runtime.storage import tensor_files
-from strategies.runtime.storage.dcp_planners import PieceLoadPlanner, PieceSavePlanner
+from strategies.runtime.storage.opened import PieceLoadPlanner, PieceSavePlanner
 from strategies.runtime.storage.part import Piece, as_piece, own_share
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.storage.tensor_files import TensorReader, TensorWriter, write_index

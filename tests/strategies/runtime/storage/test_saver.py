@@ -14,7 +14,7 @@ from strategies.errors import CheckpointError
 from strategies.runtime.lightning.checkpoints import checkpointing_strategy
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage import commit, tensor_files
-from strategies.runtime.storage.saver import Saver
+from strategies.runtime.storage.commit import Saver
 from tests.strategies.runtime.storage.saving import ALONE, save, state_at, step_in
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from strategies.runtime.storage.commit import HostCopy
 from strategies.runtime.storage.part import as_piece
-from strategies.runtime.storage.saver import HostCopy
 from tests.emulated_device import emulated_device
 
 

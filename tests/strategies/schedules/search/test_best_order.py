@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.metrics import measure
-from strategies.ir.placement import bidirectional, loop, v
+from strategies.ir.program import bidirectional, loop, v
 from strategies.schedules import v_half, v_min, zb_h1, zb_h2, zb_v
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.best_order import (

@@ -3,8 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strategies.ir.kinds import Kind
-from strategies.ir.placement import Placement, bidirectional, loop, v
-from strategies.ir.program import Program, chain
+from strategies.ir.program import Placement, Program, bidirectional, chain, loop, v
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.updates import add_steps

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.ir.placement import bidirectional, loop, v
+from strategies.ir.program import bidirectional, loop, v
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.search.greedy import Guide, Policy, walk
