@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from launcher.report.result import inert, write_atomically
 from strategies.errors import RunError
@@ -314,9 +316,12 @@ class LoaderProcessError(RunError):
 def as_lost_loader(error: BaseException, trainer: pl.Trainer) -> LoaderProcessError | None:
     """The same failure with rank and batch; None if it is another one.
 
-    torch raises it wherever the rank is at that moment, be it in the middle of a step.
+    torch raises it wherever the rank is at that moment, be it in the middle of a step. If a batch
+    that the process had announced is being fetched from it just then, all there is to see is a
+    connection that ends.
     """
-    found = _WORD.search(str(error))
+    said = _WORD.search(str(error))
+    found = said[1].strip() if said is not None else _dead_loader(error)
     if found is None:
         return None
     loop = trainer.fit_loop
@@ -325,7 +330,7 @@ def as_lost_loader(error: BaseException, trainer: pl.Trainer) -> LoaderProcessEr
     loader = loaders.flattened[0] if loaders is not None and loaders.flattened else None
     ahead = (loader.num_workers * (loader.prefetch_factor or 1)) if loader is not None else 1
     return LoaderProcessError(
-        f"loader process {found[1].strip()} of rank {os.environ['RANK']} has died "
+        f"loader process {found} of rank {os.environ['RANK']} has died "
         f"({how_it_ended(error)}) after {batch} batches of epoch {trainer.current_epoch}, "
         f"with batches {batch} to {batch + ahead - 1} under way. "
         "Try data.num_workers=0, which shows what a dataset raises."
@@ -340,13 +345,37 @@ def how_it_ended(error: BaseException) -> str:
     """
     if "Killed" in str(error):
         return _KILLED
-    codes = [process.exitcode for process in _failed(error.__traceback__)]
+    trace = error.__traceback__
+    codes = [process.exitcode for process in (_failed(trace) or _loaders(trace))]
     code = next((code for code in codes if code), None)
     if code is None:
         return "killed by somebody, or by the system for lack of memory"
     if code > 0:
         return f"exit code {code}"
     return _KILLED if -code == signal.SIGKILL else f"signal {-code}: {signal.strsignal(-code)}"
+
+
+def _dead_loader(error: BaseException) -> str | None:
+    """The pids of a loader's processes that have ended, where its connection is what failed."""
+    if not isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+        return None
+    dead = [process for process in _loaders(error.__traceback__) if _has_ended(process)]
+    return ", ".join(str(process.pid) for process in dead) or None
+
+
+def _loaders(frame: TracebackType | None) -> list[BaseProcess]:
+    """The processes of the loader that was asked for a batch when the error came."""
+    while frame is not None:
+        asked = frame.tb_frame.f_locals.get("self")
+        if isinstance(asked, _MultiProcessingDataLoaderIter):
+            return list(asked._workers)
+        frame = frame.tb_next
+    return []
+
+
+def _has_ended(process: BaseProcess) -> bool:
+    process.join(0.5)  # The kernel may close its connections before it is gone.
+    return not process.is_alive()
 
 
 def _failed(frame: TracebackType | None) -> list[Any]:

@@ -265,7 +265,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     progress.tracked_at = tracked.place() if rank == 0 else None
     try:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-    except RuntimeError as error:
+    except (RuntimeError, OSError, EOFError) as error:
         lost = as_lost_loader(error, trainer)
         if lost is None:
             raise

@@ -6,11 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from launcher.rank.callbacks import how_it_ended
+from launcher.rank.callbacks import as_lost_loader, how_it_ended
 
 
 class _Ending(IterableDataset[int]):
@@ -45,6 +48,45 @@ def test_an_exit_code_that_the_loader_has_taken_is_told(number, word):
         with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
             next(batches)
         assert how_it_ended(caught.value).startswith(word)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        del batches
+
+
+class _Tensors(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.ones(1000)  # fetched from its process when it is asked for
+        signal.pause()
+
+
+def test_a_loader_that_dies_while_a_batch_is_fetched_from_it_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = iter(DataLoader(_Tensors(), batch_size=None, num_workers=1))
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        while batches._worker_result_queue.empty():
+            time.sleep(0.01)
+        pid = batches._workers[0].pid
+        os.kill(pid, signal.SIGKILL)
+        batches._workers[0].join()
+        # Its connections have ended, and nobody can tell yet that it has.
+        with monkeypatch.context() as early:
+            early.setattr(batches._workers[0], "is_alive", lambda: True)
+            with pytest.raises((OSError, EOFError)) as caught:
+                next(batches)
+        progress = SimpleNamespace(current=SimpleNamespace(ready=3))
+        loop = SimpleNamespace(
+            epoch_loop=SimpleNamespace(batch_progress=progress),
+            _combined_loader=SimpleNamespace(flattened=[DataLoader(_Tensors(), num_workers=1)]),
+        )
+        trainer = SimpleNamespace(fit_loop=loop, current_epoch=0)
+        assert str(as_lost_loader(caught.value, trainer)) == (
+            f"loader process {pid} of rank 1 has died (SIGKILL: killed by somebody, or by the "
+            "system for lack of memory) after 3 batches of epoch 0, with batches 3 to 4 under way. "
+            "Try data.num_workers=0, which shows what a dataset raises."
+        )
+        assert as_lost_loader(ConnectionResetError("of something else"), trainer) is None
     finally:
         signal.signal(signal.SIGCHLD, before)
         del batches
