@@ -42,7 +42,6 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "Metrics, logs and what a step leaves": (
         "models/logs.py",
-        "models/logs.py",
         "models/step_state.py",
         "runtime/messages/values.py",
         "runtime/messages/exchange.py",
@@ -88,7 +87,6 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/selective/region.py",
         "models/state.py",
         "models/expert_parallel/expert_shares.py",
-        "models/replay/cut_module.py",
         "models/tensor_parallel/plan_check.py",
         "models/tensor_parallel/plan_sharding.py",
         "models/tensor_parallel/regions.py",
