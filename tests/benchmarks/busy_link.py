@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from strategies.costs.profile_file import Link
 from strategies.profiling.link_times import fit_link
-from strategies.runtime.messages.transport import GlooTransport
+from strategies.runtime.messages.transport import SharedTransport, Transport
 
 _SIZES = (2**14, 2**17, 2**20, 2**21)  # bytes
 _REPETITIONS = 15
@@ -23,10 +23,10 @@ _PAUSE_S = 10e-3  # as an instruction: what has been idle begins slowly
 
 
 def busy_link() -> Link:
-    """Collective over all ranks, and the same on all of them: gloo messages on this machine."""
+    """Collective over all ranks, and the same on all of them: messages on this machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(size)), backend="gloo")
-    transport = GlooTransport(group)
+    transport = SharedTransport(group, timeout_s=600.0)
     neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < size]
     times = []
     for length in _SIZES:
@@ -39,17 +39,18 @@ def busy_link() -> Link:
     return fit_link(_SIZES, times)
 
 
-def _once(transport: GlooTransport, neighbours: list[int], length: int) -> float:
+def _once(transport: Transport, neighbours: list[int], length: int) -> float:
     """Seconds until what all neighbours have sent is here."""
-    arriving = [torch.empty(length // 4) for _ in neighbours]
-    handles = [transport.receive(data, n, 0) for data, n in zip(arriving, neighbours, strict=True)]
     leaving = torch.zeros(length // 4)
     dist.barrier()  # Of another group: in that of messages it may not end beside them.
     time.sleep(_PAUSE_S)
     begun = time.perf_counter()
+    arriving = [
+        transport.expect(leaving.shape, leaving.dtype, leaving.device, n, 0) for n in neighbours
+    ]
     sent = [transport.send(leaving, n, 0) for n in neighbours]
-    for handle in handles:
-        handle.wait()
+    for arrival in arriving:
+        arrival.wait()
     took = time.perf_counter() - begun
     for handle in sent:
         handle.wait()
