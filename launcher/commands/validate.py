@@ -27,8 +27,9 @@ from launcher.report.predicted import (
     rank_memory,
     write_pictures,
 )
-from launcher.report.result import paste, typed_flags, typed_words, write_result
+from launcher.report.result import write_result
 from launcher.report.summary import print_summary
+from launcher.report.typed_command import paste, typed_flags, typed_words
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 from launcher.workloads.hf.hf_shape import HfShape

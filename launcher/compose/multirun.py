@@ -30,7 +30,6 @@ from launcher.compose.overrides import quote
 from launcher.compose.running_view import RunningView
 from launcher.config import LaunchConfig
 from launcher.config.key import shorten
-from launcher.report.result import paste
 from launcher.report.sweep.files import job_line, report_so_far, report_sweep
 from launcher.report.sweep.sweep_jobs import (
     OWN_FILES,
@@ -43,6 +42,7 @@ from launcher.report.sweep.sweep_jobs import (
     read_record,
     write_record,
 )
+from launcher.report.typed_command import paste
 from launcher.secrets import refuse_secret
 from launcher.terminal import complain, say
 from strategies.errors import PlanError

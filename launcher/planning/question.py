@@ -18,8 +18,8 @@ from launcher.config.pipeline import recompute_policy
 from launcher.planning.model_trace import needs_trace
 from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.processes.nodes import asked_world
-from launcher.report.result import typed_words
 from launcher.report.summary import format_peak, format_percent
+from launcher.report.typed_command import typed_words
 from launcher.resolve import (
     MOMENTS,
     element_sizes,

@@ -17,8 +17,8 @@ from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
 from launcher.report.predicted import asked_mapping, peak_mapping, predict, run_peak
-from launcher.report.result import paste, typed_words
 from launcher.report.summary import format_duration, format_percent
+from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run, resolve, stage_layers
 from launcher.workloads.model_share import PlannedShape, model_costs, model_units
 from launcher.workloads.traced_shape import TracedShape

@@ -45,7 +45,8 @@ from launcher.processes.preempted import PREEMPTED, InterruptedRunError, Preempt
 from launcher.processes.rank_server import RankProcess, RankServer
 from launcher.processes.store import store_served
 from launcher.processes.watchdog import Pages, Stall, State, Watchdog, state_of
-from launcher.report.result import paste, typed_words, write_result
+from launcher.report.result import write_result
+from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import num_cores
 from launcher.terminal import complain
 

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.config.check_code import model_label
-from launcher.report.result import REPORT, paste, typed_words, write_atomically
+from launcher.report.result import REPORT, write_atomically
 from launcher.report.summary import format_duration, format_peak, format_percent, summary
+from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run
 from strategies.errors import readable
 

@@ -13,10 +13,11 @@ from typing import Literal
 
 from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import shorten
-from launcher.report.result import inert, paste, write_atomically
+from launcher.report.result import inert, write_atomically
 from launcher.report.rows import TimelineData
 from launcher.report.summary import SECONDS, format_duration, format_percent
 from launcher.report.sweep.sweep_jobs import Sweep, SweepJob, override_values
+from launcher.report.typed_command import paste
 from strategies.errors import PlanError
 
 Quantity = Literal["time", "seconds", "percent", "number", "bytes", "count", "loss"]
