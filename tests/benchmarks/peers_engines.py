@@ -1,7 +1,8 @@
 """Pipeline engines on one small GPT: ours, torch's, and others' where they are installed.
 
-Each is used as its own documentation does, on CPU with gloo, in 32 bits, without replicas. Those
-that ask for CUDA are told where the CPU is; nothing else in them is changed.
+Each is used as its own documentation does, on CPU, in 32 bits, without replicas; all but ours,
+whose ranks share memory, go by gloo. Those that ask for CUDA are told where the CPU is; nothing
+else in them is changed.
 """
 
 from __future__ import annotations

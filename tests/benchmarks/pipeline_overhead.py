@@ -4,11 +4,12 @@
     python -m tests.benchmarks.pipeline_overhead --schedules all --engines ours bare --json out.json
     python -m tests.benchmarks.pipeline_overhead --steady --schedules 1f1b zb_v pipedream_2bw
 
-Gloo ranks on this machine; F takes 10 ms per rank and microbatch, I and W 10 ms each (a virtual
-stage its share), activations and their gradients 1 MB. Engines: this runtime, the same schedule of
-torch.distributed.pipelining on the same modules, torch's pipeline runtime on our own program with
-its messages (``torch_ours``), and as floors the least that can walk our
-program's lists, without (``bare``) and with autograd (``autograd``). They take turns step by step
+Ranks on this machine, those of this runtime with shared memory, all others by gloo; F takes 10 ms
+per rank and microbatch, I and W 10 ms each (a virtual stage its share), activations and their
+gradients 1 MB. Engines: this runtime, the same schedule of torch.distributed.pipelining on the same
+modules, torch's pipeline runtime on our own program with its messages (``torch_ours``), and as
+floors the least that can walk our program's lists, without (``bare``) and with autograd
+(``autograd``). They take turns step by step
 in the same processes. A cell is the median over the repetitions of the slowest rank's step, between
 barriers, over the simulated makespan of that engine's own order with free messages.
 
@@ -284,7 +285,8 @@ def main() -> None:
     what = "Period over the simulated one" if arguments.steady else "Step over own critical path"
     out.append(
         f"{what} (median of {arguments.repetitions} steps after {WARMUPS}); "
-        f"p={arguments.ranks}, F=I=W={arguments.forward_ms:g} ms, 1 MB, gloo.\n"
+        f"p={arguments.ranks}, F=I=W={arguments.forward_ms:g} ms, 1 MB "
+        "(ours in shared memory, all others by gloo).\n"
         f"Emulated compute against what was asked for, on the worst rank: {deviations}.\n"
         f"{about}\n{command}\n"
     )
