@@ -199,6 +199,14 @@ def test_where_memory_cannot_be_shared_nobody_has_a_channel(monkeypatch):
     assert connected(2) == [{}, {}]
 
 
+def test_a_sandbox_without_such_memory_goes_by_gloo(monkeypatch):
+    def refused(name: str) -> int:
+        raise PermissionError(name)
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert shared_memory._place() is None
+
+
 def test_a_network_of_ones_own_is_another_place():
     # Emulated hosts are network namespaces; a file of /proc tells them apart.
     place = shared_memory._place()
