@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from strategies.ir.kinds import MICROBATCH_KINDS
+from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.runtime.step.recorder import StepRecord
 from tests.benchmarks.busy_link import busy_link
 from tests.benchmarks.overhead_emulation import Emulation
@@ -140,13 +140,17 @@ def run_steady(
 
 
 def _marks(record: StepRecord, rank: int) -> list[Mark]:
-    """A step's stamps, of which waiting for messages is no part."""
-    row = zip(record.program.ranks[rank], record.start, record.end, strict=True)
-    return [
-        Mark(item.kind.value, item.stage, item.microbatch, start, end)
-        for item, start, end in row
-        if item.kind in MICROBATCH_KINDS and item.microbatch is not None
-    ]
+    """A step's stamps, of which waiting for messages is no part.
+
+    A rank hands on itself what it has made, so that belongs to what makes it.
+    """
+    found: list[Mark] = []
+    for item, start, end in zip(record.program.ranks[rank], record.start, record.end, strict=True):
+        if item.kind in MICROBATCH_KINDS and item.microbatch is not None:
+            found.append(Mark(item.kind.value, item.stage, item.microbatch, start, end))
+        elif item.kind is Kind.SEND and found:
+            found[-1] = found[-1]._replace(end=end)
+    return found
 
 
 def durations(marks: Sequence[Mark]) -> dict[str, float]:
