@@ -269,7 +269,7 @@ class Channel:
             view = memoryview(self._theirs[number])[:size]
             lent = self._their_lent
             assert lent is not None
-            self._loans[number] = weakref.ref(view, partial(_give_back, lent, number))
+            self._loans[number] = weakref.ref(view, partial(_give_back, lent, number, os.getpid()))
             data = view
         if size != count * dtype.itemsize:
             raise RunError(
@@ -326,6 +326,10 @@ class Channel:
 _ROOM = socket.CMSG_SPACE(_FD.size) if hasattr(socket, "CMSG_SPACE") else 0
 
 
-def _give_back(lent: mmap.mmap, number: int, _: Any) -> None:
-    """The last tensor in a block has gone; its sender may write to it again."""
-    lent[number] = 0
+def _give_back(lent: mmap.mmap, number: int, pid: int, _: Any) -> None:
+    """The last tensor in a block has gone; its sender may write to it again.
+
+    Not if a child that was forked, a loader's process, lets go of its copy.
+    """
+    if os.getpid() == pid:
+        lent[number] = 0

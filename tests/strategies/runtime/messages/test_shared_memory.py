@@ -122,6 +122,20 @@ def test_a_block_is_used_again_when_the_last_tensor_in_it_is_gone_and_not_before
     assert [int(each[0]) for each in held] == [0, 1]
 
 
+def test_a_child_that_lets_go_of_a_tensor_gives_nothing_back(pair):
+    pair[0].send(torch.ones(5000), 1)
+    received = pair[1].take(1, (5000,), torch.float32)
+    child = os.fork()
+    if not child:
+        del received
+        os._exit(0)
+    os.waitpid(child, 0)
+    pair[0].send(torch.zeros(5000), 1)
+    assert pair[1].take(1, (5000,), torch.float32).sum() == 0
+    assert received.sum() == 5000
+    assert pair[0]._count == 2
+
+
 def test_autograd_and_operations_in_place_take_it_as_any_tensor(pair):
     pair[0].send(torch.arange(4096.0), 1)
     received = pair[1].take(1, (64, 64), torch.float32)
