@@ -221,6 +221,21 @@ def test_a_sandbox_without_such_memory_goes_by_gloo(monkeypatch):
     assert shared_memory._place() is None
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_cannot_listen_goes_by_gloo_and_the_others_share(monkeypatch, failing):
+    listening, own = shared_memory._listener, threading.local()
+    monkeypatch.setattr(
+        shared_memory,
+        "_listener",
+        lambda *given: None if own.rank == failing else listening(*given),
+    )
+    found = connected(3, before=lambda rank: setattr(own, "rank", rank))
+    able = [rank for rank in range(3) if rank != failing]
+    assert [sorted(each) for each in found] == [
+        [] if rank == failing else [other for other in able if other != rank] for rank in range(3)
+    ]
+
+
 def test_a_network_of_ones_own_is_another_place():
     # Emulated hosts are network namespaces; a file of /proc tells them apart.
     place = shared_memory._place()
