@@ -78,8 +78,9 @@ ON_TWO_RANKS = {
         r"2 ranks, 2 microbatches, stages that take no time; rank 1: \d+ instr(.*\n)+autograd .*%",
     ),
     "peers": (
-        "--repetitions 1 --schedules zb_v --hidden 16 --microbatches 2 --engines foldpipe torch",
-        r"\n\| zb_v \| foldpipe \| \d.*\n\| zb_v \| torch \| \d(.*\n)+plain: .* 2 microbatches",
+        "--repetitions 1 --schedules interleaved_1f1b zb_v --hidden 16 --microbatches 2 "
+        "--engines bare foldpipe torch",
+        r"1f1b \| bare \| \d(.*\n)+\| zb_v \| foldpipe \| \d.*\n\| zb_v \| torch \| \d",
     ),
     "plan_ranking": (
         f"--layouts 1 --sizes 1,4 {SMALL_MODEL}",

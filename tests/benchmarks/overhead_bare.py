@@ -16,7 +16,7 @@ from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from tests.benchmarks.overhead_emulation import TOKENS, SleepingStage
 from tests.benchmarks.overhead_engine import Engine, Task
 
-_Message = tuple[Kind, int, int]  # payload, target stage, microbatch
+Message = tuple[Kind, int, int]  # payload, target stage, microbatch
 
 
 class Bare(Engine):
@@ -32,7 +32,7 @@ class Bare(Engine):
         self._stride = program.num_microbatches
         self._outgoing = torch.zeros(1, emulation.elements)
         self._incoming = {
-            _message(item): torch.empty(1, emulation.elements)
+            message_of(item): torch.empty(1, emulation.elements)
             for item in self._row
             if item.kind is Kind.RECV
         }
@@ -44,15 +44,15 @@ class Bare(Engine):
         }
 
     def step(self) -> None:
-        arriving: dict[_Message, dist.Work | None] = {}
+        arriving: dict[Message, dist.Work | None] = {}
         sent: list[dist.Work | None] = []
         for item in self._row:
             if item.kind is Kind.RECV:
-                message = _message(item)
+                message = message_of(item)
                 data, tag = self._incoming[message], self._tag(message)
                 arriving[message] = dist.irecv(data, self._peer(item), tag=tag)
             elif item.kind is Kind.SEND:
-                tag = self._tag(_message(item))
+                tag = self._tag(message_of(item))
                 sent.append(dist.isend(self._outgoing, self._peer(item), tag=tag))
             elif item.kind in MICROBATCH_KINDS:
                 for part in item.parts:
@@ -74,7 +74,7 @@ class Bare(Engine):
         assert item.microbatch is not None
         return self._rank_of(item.peer, item.microbatch)
 
-    def _tag(self, message: _Message) -> int:
+    def _tag(self, message: Message) -> int:
         payload, stage, microbatch = message
         return 1 + 2 * (stage * self._stride + microbatch) + (payload is Kind.B)
 
@@ -109,7 +109,7 @@ class Autograd(Bare):
             torch.autograd.backward([output], [data], inputs=[stage.weight])
 
 
-def _message(item: Instruction) -> _Message:
+def message_of(item: Instruction) -> Message:
     """One name for both ends of a SEND and its RECV."""
     target = item.stage if item.kind is Kind.RECV else item.peer
     assert item.payload is not None
@@ -118,7 +118,7 @@ def _message(item: Instruction) -> _Message:
     return item.payload, target, item.microbatch
 
 
-def _needed(item: Instruction) -> _Message:
+def _needed(item: Instruction) -> Message:
     """What an instruction would wait for; no message has the name that a W asks for."""
     assert item.microbatch is not None
     return (Kind.B if item.kind is Kind.I else item.kind), item.stage, item.microbatch

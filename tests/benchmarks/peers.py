@@ -11,8 +11,9 @@ All take turns step by step in the same processes, and with them one process tha
 model by itself while the others wait (``plain``). First each engine's weights after two steps are
 compared with plain training's: who computes something else has no figures. Wall is the slowest
 rank's step, between barriers; CPU is that of all ranks together. A cell is the median over the
-repetitions, over the median of plain; behind it the quartiles. ``ideal`` is the wall that
-the schedule would have if every layer took as long as in plain and nothing else took any time.
+repetitions, over the median of plain; behind it the quartiles. ``bare`` is no engine: it walks our
+list with isend, irecv and autograd, and does nothing else. ``ideal`` is the wall that the schedule
+would have if every layer took as long as in plain and nothing else took any time.
 """
 
 from __future__ import annotations

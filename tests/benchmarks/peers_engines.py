@@ -11,12 +11,10 @@ import importlib
 import importlib.util
 import os
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 
@@ -26,17 +24,18 @@ from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine as Runtime
 from strategies.runtime.messages.mesh import Coordinates
 from tests.benchmarks import overhead_torch
-from tests.benchmarks.peers_model import Size, batch, bounds, layers, loss_of, optimizer
+from tests.benchmarks.peers_floors import Bare, Peer, Plain
+from tests.benchmarks.peers_model import bounds, loss_of, optimizer
 
 # Per engine, the package that must be there, and its schedules by our names.
 PEERS = {
+    "bare": (None, ("1f1b", "interleaved_1f1b")),
     "foldpipe": (None, ("1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")),
     "torch": (None, ("1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")),
     "megatron-core": ("megatron.core", ("1f1b", "interleaved_1f1b")),
     "deepspeed": ("deepspeed", ("1f1b",)),
     "colossalai": ("colossalai", ("1f1b",)),
 }
-_CHUNKS = {"1f1b": 1}  # else 2 stages on each rank
 
 
 def installed(engine: str) -> bool:
@@ -47,69 +46,6 @@ def installed(engine: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # of what the package lies in
         return False
-
-
-class Peer(ABC):
-    """One engine on one schedule; collective."""
-
-    def __init__(self, schedule: str, size: Size, num_microbatches: int) -> None:
-        self.schedule, self.size, self.num_microbatches = schedule, size, num_microbatches
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
-        self.chunks = _CHUNKS.get(schedule, 2)
-        self.num_stages = self.ranks * self.chunks
-        self.batch = batch(size, num_microbatches)
-        self.layers = layers(size)
-        self.build()
-
-    @property
-    def owned(self) -> list[int]:
-        """This rank's stages, in turn over the ranks."""
-        return list(range(self.rank, self.num_stages, self.ranks))
-
-    def stage(self, number: int) -> nn.Sequential:
-        return nn.Sequential(*(self.layers[i] for i in bounds(self.size, self.num_stages)[number]))
-
-    def microbatches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        parts = (torch.split(tensor, self.size.rows) for tensor in self.batch)
-        return zip(*parts, strict=True)
-
-    def weights(self) -> dict[int, Tensor]:
-        """By layer, those of this rank."""
-        cut = bounds(self.size, self.num_stages)
-        return {i: flat(self.layers[i]) for stage in self.owned for i in cut[stage]}
-
-    @abstractmethod
-    def build(self) -> None: ...
-
-    @abstractmethod
-    def step(self) -> None:
-        """A whole training step: gradients of all microbatches, and the update."""
-
-    def close(self) -> None:
-        """Ends what it holds."""
-        return None
-
-
-def flat(layer: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in layer.parameters()]).clone()
-
-
-class Plain(Peer):
-    """One process, one microbatch behind the other; talks to nobody."""
-
-    @property
-    def owned(self) -> list[int]:
-        return list(range(self.num_stages))
-
-    def build(self) -> None:
-        self._net = nn.Sequential(*self.layers)
-        self._optimizer = optimizer(self._net.parameters())
-
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        for tokens, target in self.microbatches():
-            torch.autograd.backward(loss_of(self._net(tokens), target) / self.num_microbatches)
-        self._optimizer.step()
 
 
 class _Net(nn.Module):
@@ -385,6 +321,7 @@ class Colossal(Peer):
 
 CLASSES: dict[str, type[Peer]] = {
     "plain": Plain,
+    "bare": Bare,
     "foldpipe": Ours,
     "torch": Torch,
     "megatron-core": Megatron,

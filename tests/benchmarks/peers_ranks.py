@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -68,8 +69,11 @@ def _run(
             peer.step()
     differences = [0.0, *(_difference(peer, plain) for peer in built)]
     times: list[list[tuple[float, float]]] = [[] for _ in (plain, *built)]
+    turns = list(enumerate((plain, *built)))
+    order = random.Random(0)
     for _ in range(repetitions):
-        for place, peer in enumerate((plain, *built)):
+        order.shuffle(turns)  # Nobody always comes behind the same one.
+        for place, peer in turns:
             times[place].append(_timed(peer.step, alone=peer is plain))
     for peer in built:
         peer.close()
