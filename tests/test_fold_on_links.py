@@ -258,6 +258,8 @@ def test_the_command_writes_table_and_json(
     fold_on_links.main()
     (content,) = json.loads(figures.read_text())["scenarios"]
     assert [line["engine"] for line in content["lines"]] == ["ours", "torch"]
+    for line in content["lines"]:
+        assert min(line["sent_mb"]) > 0.01, line  # messages by one, reductions by the other
     text = table.read_text()
     assert text.startswith("| quick | step | simulator | ratio |")
     assert text.splitlines()[-1] == " ".join(["python -m tests.benchmarks.fold_on_links", *words])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.runtime.messages import shared_memory
+from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.transport import SharedTransport
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, small_shape, train
@@ -77,6 +79,28 @@ def test_losses_and_weights_are_those_of_gloo_to_the_last_bit(
 def test_all_groups_of_a_rank_share_one_thread(ranks: Callable[[int], Ranks]) -> None:
     case = Case("1f1b", pp=2, dp=2, steps=1, overlap="zero1")
     assert [found["loops"] for found in ranks(4).run(train_noting_channels, case=case)] == [[1]] * 4
+
+
+def loops_after_each_group() -> list[int]:
+    """Before any, behind one as usual, and behind one for which another network is chosen."""
+    made = dist.new_group
+    groups = Communicators(Coordinates.of(dist.get_rank(), pp=2, dp=1))
+
+    def elsewhere(*arguments: Any, **options: Any) -> Any:
+        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
+            return made(*arguments, **options)
+
+    found = [loops()]
+    for purpose, how in {"control": made, "reduce": elsewhere}.items():
+        with mock.patch.object(dist, "new_group", how):
+            groups.create([(purpose, (0, 1))], backends={purpose: "gloo"}, timeout_s=30.0)
+        found.append(loops())
+    groups.destroy()
+    return found
+
+
+def test_a_group_on_another_network_has_a_thread_there(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(loops_after_each_group) == [[1, 1, 2]] * 2
 
 
 def test_between_machines_messages_go_by_gloo(ranks: Callable[[int], Ranks]) -> None:

@@ -9,6 +9,7 @@ same share.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from torch.distributed import distributed_c10d
 
 from strategies.errors import PlanError
 from strategies.ir.program import Placement
+
+_NETWORK = "GLOO_SOCKET_IFNAME"  # Gloo reads it where a group is made.
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,10 @@ def _one_loop() -> Iterator[None]:
     """Gloo groups that are made in it share the thread that looks after the sockets.
 
     Torch gives each group one of its own, which looks around 100 times a second: 1 ms of CPU per
-    second and group. They share that of the default group, with the network that it has chosen.
+    second and group. They share that of the default group, with the network that it has chosen;
+    not one for which somebody chooses another network meanwhile.
     """
+    network = os.environ.get(_NETWORK)
     gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
     world: Any = dist.group.WORLD
     try:
@@ -202,6 +207,9 @@ def _one_loop() -> Iterator[None]:
 
     class Sharing(gloo):  # type: ignore[misc]
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            if os.environ.get(_NETWORK) != network:
+                super().__init__(store, rank, size, timeout)
+                return
             options = gloo._Options()  # each keeps its own
             options._devices, options._threads, options._timeout = devices, threads, timeout
             super().__init__(store, rank, size, options)
