@@ -194,7 +194,7 @@ def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
     sys.argv = [worker.__file__, request["run_dir"]]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # torch's seed is a constant, Python's renews itself
-    words = [sys.orig_argv[0], "-m", worker.__name__, request["run_dir"]]
+    words = [sys.orig_argv[0], "-P", "-m", worker.__name__, request["run_dir"]]
     _appear_as(words, [f"{name}={value}" for name, value in environment.items()])
 
 

@@ -67,7 +67,10 @@ def test_a_run_keeps_the_best_and_the_last(tmp_path: Path) -> None:
 
     words = [*TRAIN, f"trainer.resume={folder / left[0]}", "trainer.async_save=false"]
     resumed = launch([*words, "hydra.run.dir=resumed"], tmp_path).assert_done()
-    for row, other in zip(read_metrics(tmp_path / "resumed"), rows[best:], strict=True):
+    again, *behind = read_metrics(tmp_path / "resumed")
+    # The validation was due when that checkpoint was written, and so it is when it is read.
+    assert (again["step"], again["val_loss"]) == (best, scores[best])
+    for row, other in zip(behind, rows[best:], strict=True):
         for name in ("step", "train_loss", "val_loss", "lr", "grad_norm"):
             assert row[name] == other[name], name
     # Another run's checkpoints are not this one's to delete.

@@ -38,7 +38,8 @@ def test_a_run_that_skips_counts_what_it_has_left_out(tmp_path):
     assert done.result["steps"] == 4
     assert done.result["skipped_steps"] == 3
     assert [row["skipped_steps"] for row in read_metrics(done.folder)] == [0, 1, 2, 3]
-    assert done.output.count("left out") == 3
+    assert done.output.count("  left out: loss or gradient not finite (") == 3
+    assert done.output.count("3 steps were left out: loss or gradients not finite") == 1
     log = (done.folder / "logs" / "rank_00000.log").read_text()
     assert "step 2: " in log
     assert "3 skipped so far." in log

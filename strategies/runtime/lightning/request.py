@@ -188,8 +188,7 @@ def _check_together(plan: Plan, options: Options) -> None:
     if schedule.name == "pipedream_2bw":
         # How many batches make an update the Trainer says: checked when training begins.
         plan = replace(plan, accumulation=max(plan.accumulation, plan.pp))
-    # Where every stage has two owners, pp ranks hold half as many.
-    stages = plan.pp * check_plan(plan).stages_per_rank // schedule.weight_copies
+    stages = schedule.place(check_plan(plan)).num_stages
     refuse_late(
         schedule,
         synchronous_steps=options.synchronous_steps,
