@@ -171,6 +171,15 @@ def test_stages_with_two_owners_are_counted_once(schedule, stages):
         PipelineStrategy(2, schedule=schedule, num_microbatches=8, units_per_stage=[3] * 3)
 
 
+def test_stages_of_a_file_are_counted_as_it_places_them():
+    text = "0F0,0F1,2F0,2B0,2F1,2B1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    words = {"schedule": "custom", "file": ScheduleFile("my.csv", text), "num_microbatches": 2}
+    made = PipelineStrategy(2, **words, units_per_stage=(3, 2, 1), buckets=(1, 2, 1))
+    assert made._options.units_per_stage == (3, 2, 1)
+    with pytest.raises(PlanError, match="has 2 counts, but there are 3 stages"):
+        PipelineStrategy(2, **words, units_per_stage=(3, 3))
+
+
 @pytest.mark.parametrize("buckets", [0, 3, (1, 2), None])
 def test_a_plan_may_have_one_number_of_buckets_for_all_stages(buckets):
     """As the launcher's own plans have, none where there is nobody to reduce with."""
