@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.peers_engines import CLASSES, Peer
+from tests.benchmarks.peers_engines import CLASSES
+from tests.benchmarks.peers_floors import Peer
 from tests.benchmarks.peers_model import Size
 
 
