@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launcher.processes.local import our_python
 from launcher.processes.rank_server import LEFT_TO_OTHERS, answer, receive
 from launcher.rank import worker
 from launcher.secrets import MaskedStream
@@ -194,7 +195,7 @@ def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
     sys.argv = [worker.__file__, request["run_dir"]]
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # torch's seed is a constant, Python's renews itself
-    words = [sys.orig_argv[0], "-P", "-m", worker.__name__, request["run_dir"]]
+    words = [sys.orig_argv[0], *our_python(worker.__name__, request["run_dir"])[1:]]
     _appear_as(words, [f"{name}={value}" for name, value in environment.items()])
 
 
