@@ -16,6 +16,7 @@ import pytest
 from launcher.processes.rank_server import SHARED
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
+from strategies.schedules import SCHEDULES, find_schedule
 from strategies.simulator.engine import simulate
 from tests.benchmarks import (
     example_figures,
@@ -200,6 +201,33 @@ def test_the_command_measures_every_engine_and_writes_table_and_json(
     assert first.count(" ms)") == second.count(" ms)") == 5
     assert third.count(" ms)") == 4
     assert rest[-1] == f"python -m tests.benchmarks.pipeline_overhead {' '.join(words)}"
+
+
+@pytest.mark.distributed
+def test_all_schedules_are_measured_by_one_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    words = "--schedules all --engines ours --ranks 2 --microbatches 4 --repetitions 1"
+    monkeypatch.setattr(sys, "argv", ["pipeline_overhead", *words.split(), "--forward-ms", "0.5"])
+    pipeline_overhead.main()
+    found = re.findall(r"\n\| (\w+) \| \d", capsys.readouterr().out)
+    assert found == [name for name in SCHEDULES if find_schedule(name).synchronous]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--schedules pipedream_2bw", "pipedream_2bw has no flush"),
+        ("--schedules 1f1b pipedream --steady", "pipedream has one microbatch per update"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_measured(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["pipeline_overhead", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        pipeline_overhead.main()
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.distributed

@@ -247,9 +247,25 @@ def machine() -> str:
     )
 
 
+def _chosen(arguments: argparse.Namespace) -> list[str]:
+    """The schedules asked for; ``all`` are those that what is measured makes sense for."""
+    steady: bool = arguments.steady
+    fitting = [
+        name for name in SCHEDULES
+        if find_schedule(name).synchronous or (steady and name != "pipedream")
+    ]  # fmt: skip
+    if arguments.schedules == ["all"]:
+        return fitting
+    for name in arguments.schedules:
+        if name in SCHEDULES and name not in fitting:
+            rule = "has one microbatch per update" if steady else "has no flush (see --steady)"
+            _parser().error(f"{name} {rule}; take one of {', '.join(fitting)}")
+    return list(arguments.schedules)
+
+
 def main() -> None:
     arguments = _parser().parse_args()
-    schedules = list(SCHEDULES) if arguments.schedules == ["all"] else arguments.schedules
+    schedules = _chosen(arguments)
     about = machine()
     ranks = Ranks(arguments.ranks)
     try:
@@ -303,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=list(SHARED),
         metavar="NAME",
-        help=f"ours by name, or `all`; default: what torch has, too ({' '.join(SHARED)})",
+        help=f"ours by name, or `all` that fit; default: what torch has, too ({' '.join(SHARED)})",
     )
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
     parser.add_argument("--repetitions", type=int, default=5, metavar="N")
