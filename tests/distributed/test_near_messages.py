@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from strategies.runtime.messages import shared_memory
+from strategies.runtime.messages import shared_memory, transport
 from strategies.runtime.messages.mesh import Communicators, Coordinates
+from strategies.runtime.messages.shared_memory import Channel
 from strategies.runtime.messages.transport import SharedTransport
 from tests.distributed.pool import Ranks
 from tests.distributed.training import Case, small_shape, train
@@ -72,6 +74,45 @@ def test_losses_and_weights_are_those_of_gloo_to_the_last_bit(
         assert one["losses"] == other["losses"]
         assert one["bytes_sent"] == other["bytes_sent"]
         assert one["parameters"].keys() == other["parameters"].keys()
+        for name, value in one["parameters"].items():
+            assert torch.equal(value, other["parameters"][name])
+
+
+def train_while_a_thread_copies(case: Case) -> dict[str, Any]:
+    """``train_noting_channels`` where no message is too small, and how many a thread has copied."""
+    opened, sent = SharedTransport.__init__, Channel.send_later
+    apart: list[Any] = []
+
+    def with_cores(self: SharedTransport, *arguments: Any, **options: Any) -> None:
+        opened(self, *arguments, **options)
+        self.copies = True
+
+    def counted(self: Channel, tensor: torch.Tensor, tag: int) -> Callable[[], None]:
+        fill = sent(self, tensor, tag)
+
+        def elsewhere() -> None:
+            apart.append(threading.current_thread().name)
+            fill()
+
+        return elsewhere
+
+    with (
+        mock.patch.object(transport, "_WORTH_A_THREAD", 0),
+        mock.patch.object(SharedTransport, "__init__", with_cores),
+        mock.patch.object(Channel, "send_later", counted),
+    ):
+        return {**train_noting_channels(case), "apart": apart}
+
+
+@pytest.mark.parametrize("case", [CASES["two stages each"], CASES["recomputed"]])
+def test_a_rank_that_goes_on_computing_lets_a_thread_copy(
+    ranks: Callable[[int], Ranks], case: Case
+) -> None:
+    alone = ranks(4).run(train_noting_channels, case=case)
+    for one, other in zip(alone, ranks(4).run(train_while_a_thread_copies, case=case), strict=True):
+        assert set(other["apart"]) == {"copies"}
+        assert one["bytes_sent"] == other["bytes_sent"]
+        assert one["losses"] == other["losses"]
         for name, value in one["parameters"].items():
             assert torch.equal(value, other["parameters"][name])
 

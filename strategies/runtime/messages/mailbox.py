@@ -13,7 +13,7 @@ let weight decay and momentum go on.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -102,6 +102,22 @@ class Mailbox:
     def ordered(self) -> bool:
         """Whether messages are matched by order, so that none may be posted ahead."""
         return self._transport is not None and self._transport.ordered
+
+    @property
+    def copies(self) -> bool:
+        """Whether the rank copies what it sends, so that it matters what it does next."""
+        return self._transport is not None and self._transport.copies
+
+    def are_here(self, items: Iterable[Instruction]) -> bool:
+        """Whether what these RECVs bring is known to have come, all of it."""
+        for item in items:
+            incoming = self._incoming.get(item)
+            if incoming is None or incoming.arrivals is None:
+                return False
+            for arrival in incoming.arrivals:
+                if not isinstance(arrival, Tensor) and not arrival.is_here():
+                    return False
+        return True
 
     def begin(self, program: Program, mode: str, signatures: Mapping[int, _Signature]) -> None:
         """Begins a list; ``signatures`` are those of the microbatches whose forwards it runs."""
@@ -228,9 +244,13 @@ class Mailbox:
         if item not in self._taken:
             self.wait(item)
 
-    def send(self, item: Instruction, tensors: Values) -> None:
-        """Starts the SEND; the tensors are kept until it has ended."""
+    def send(self, item: Instruction, tensors: Values, *, busy: bool = False) -> None:
+        """Starts the SEND; the tensors are kept until it has ended.
+
+        ``busy``: the rank has something to compute now.
+        """
         assert self._transport is not None
+        send = self._transport.send_meanwhile if busy else self._transport.send
         key, peer, tag = self._address(item)
         kept = self._sent.setdefault(item, [])
         if item.payload is Kind.F and (key, peer) not in self._announced:
@@ -252,7 +272,7 @@ class Mailbox:
         for index, tensor in enumerate(tensors):
             data = self._nothing(key, index) if tensor is None else tensor.contiguous()
             if data.numel():
-                kept.append((self._transport.send(data, peer, tag + index), data))
+                kept.append((send(data, peer, tag + index), data))
                 sent = -(-data.numel() // self._transport.slices)
                 self.bytes_sent += sent * data.element_size()
 

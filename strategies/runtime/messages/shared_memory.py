@@ -21,7 +21,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -36,7 +36,7 @@ from strategies.runtime.messages.exchange import Exchange
 # Of an announcement: tag, number of the block (none: the bytes follow) and their count.
 _PACKET = struct.Struct("<qiq")
 _NO_BLOCK = -1
-_SMALL = 1024  # bytes that travel in the announcement itself
+SMALL = 1024  # bytes that travel in the announcement itself
 _PAGE = 4096
 _BLOCKS = 2**20  # per direction; a byte of each says whether the receiver has it
 _FD = struct.Struct("@i")
@@ -44,6 +44,8 @@ _PEER = struct.Struct("@iII")  # pid, uid and gid of a Unix socket's other end
 
 Place = list[str | int]
 _Packet = bytes | tuple[int, int]  # an arrived message: its bytes, or its block and their count
+# Of the sender: number, bytes, and handle if the other end does not have it yet.
+_Block = tuple[int, Tensor, int | None]
 
 
 def connect(
@@ -175,7 +177,10 @@ def _same_user(link: socket.socket) -> bool:
 
 
 class Channel:
-    """Messages to and from one other rank; each end sends and takes in one thread."""
+    """Messages to and from one other rank.
+
+    Each end takes in one thread, which also begins what it sends; another one may end that.
+    """
 
     def __init__(self, link: socket.socket, timeout_s: float) -> None:
         self._link = link
@@ -219,24 +224,33 @@ class Channel:
         """Copies it (contiguous, in host memory) and announces it; it may be changed at once."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         size = flat.numel()
-        if size <= _SMALL:
+        if size <= SMALL:
             self._write(_PACKET.pack(tag, _NO_BLOCK, size) + flat.numpy().tobytes(), None)
             return
-        number, block, handle = self._free_block(size)
+        self._fill(self._free_block(size), flat, tag)
+
+    def send_later(self, tensor: Tensor, tag: int) -> Callable[[], None]:
+        """What sends it (more than ``SMALL`` bytes) from another thread; unchanged until then."""
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        return partial(self._fill, self._free_block(flat.numel()), flat, tag)
+
+    def _fill(self, free: _Block, flat: Tensor, tag: int) -> None:
+        number, block, handle = free
+        size = flat.numel()
         block[:size].copy_(flat)
-        self._lent[number] = 1
         self._write(_PACKET.pack(tag, number, size), handle)
         if handle is not None:
             os.close(handle)
 
-    def _free_block(self, size: int) -> tuple[int, Tensor, int | None]:
-        """A block that nobody reads, and its handle if the other end does not have it yet."""
+    def _free_block(self, size: int) -> _Block:
+        """A block that nobody reads, lent now; one thread asks."""
         # Pages that nothing is written to take no memory.
         room = max(_PAGE, 1 << (size - 1).bit_length())
         blocks = self._blocks.setdefault(room, [])
         lent = self._lent
         for number, block in blocks:
             if not lent[number]:
+                lent[number] = 1
                 return number, block, None
         number = self._count
         handle = os.memfd_create("foldpipe")
@@ -248,6 +262,7 @@ class Channel:
             raise
         self._count += 1
         blocks.append((number, block))
+        lent[number] = 1
         return number, block, handle
 
     def take(self, tag: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -280,8 +295,18 @@ class Channel:
             )
         return torch.frombuffer(data, dtype=dtype).view(shape)
 
-    def _read_announcement(self) -> None:
-        data, handle = self._read(_PACKET.size + _SMALL)
+    def has(self, tag: int) -> bool:
+        """Whether a message of that tag has arrived; waits for none."""
+        arrived = self._arrived
+        try:
+            while not arrived.get(tag):
+                self._read_announcement(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _read_announcement(self, flags: int = 0) -> None:
+        data, handle = self._read(_PACKET.size + SMALL, flags)
         tag, number, size = _PACKET.unpack_from(data)
         if handle is not None:
             try:
@@ -305,10 +330,12 @@ class Channel:
                 f"Connection closed by peer, a rank of this machine: {error}"
             ) from error
 
-    def _read(self, most: int) -> tuple[bytes, int | None]:
+    def _read(self, most: int, flags: int = 0) -> tuple[bytes, int | None]:
         try:
-            data, extra, _, _ = self._link.recvmsg(most, _ROOM)
+            data, extra, _, _ = self._link.recvmsg(most, _ROOM, flags)
         except BlockingIOError:
+            if flags:
+                raise
             raise self._timed_out("recv") from None
         except OSError as error:
             raise RuntimeError(

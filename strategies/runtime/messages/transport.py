@@ -7,6 +7,7 @@ ahead of their place.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.shared_memory import Channel, connect
 
+_WORTH_A_THREAD = 2**16  # bytes, which are copied in 10 microseconds or so
+
 
 class Handle(Protocol):
     """Something that ends later."""
@@ -42,16 +45,25 @@ class Arrival(Protocol):
         """Returns it when it is here; called once."""
         ...
 
+    def is_here(self) -> bool:
+        """Whether it is known to be; asked before ``wait``."""
+        ...
+
 
 class Transport(ABC):
     """Point-to-point messages inside one pipeline."""
 
     ordered: bool  # whether messages are matched by their order alone
     slices: int = 1  # in how many ranks' messages a tensor travels
+    copies: bool = False  # whether the rank itself copies in ``send``
 
     @abstractmethod
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         """Starts sending to a pipeline rank; the tensor must stay unchanged until it has ended."""
+
+    def send_meanwhile(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        """As ``send``, for a rank that has something else to do now."""
+        return self.send(tensor, rank, tag)
 
     @abstractmethod
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
@@ -100,7 +112,11 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 class SharedTransport(Transport):
-    """Shared memory between ranks of one machine, gloo to all others."""
+    """Shared memory between ranks of one machine, gloo to all others.
+
+    A rank that goes on computing lets a thread copy what it sends, if there is a core for that.
+    Where it is about to wait it copies by itself: a thread would begin later.
+    """
 
     ordered = False
 
@@ -110,6 +126,8 @@ class SharedTransport(Transport):
         self._near = connect(exchange, timeout_s=timeout_s)
         alone = len(self._near) == exchange.size - 1
         self._gloo = None if alone else GlooTransport(group)
+        self._copies: SimpleQueue[_Later | None] | None = None
+        self.copies = bool(self._near) and len(os.sched_getaffinity(0)) > 1
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         channel = self._near.get(rank)
@@ -118,6 +136,16 @@ class SharedTransport(Transport):
             return self._gloo.send(tensor, rank, tag)
         channel.send(tensor, tag)
         return _ENDED
+
+    def send_meanwhile(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        channel = self._near.get(rank)
+        if channel is None or tensor.nbytes < _WORTH_A_THREAD:
+            return self.send(tensor, rank, tag)
+        if self._copies is None:
+            self._copies = _thread("copies", self)
+        later = _Later(partial(_ended, channel.send_later(tensor, tag)))
+        self._copies.put(later)
+        return later
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         channel = self._near.get(rank)
@@ -135,6 +163,11 @@ class SharedTransport(Transport):
         return _Near(channel, shape, dtype, tag)
 
 
+def _ended(copy: Callable[[], None]) -> Handle:
+    copy()
+    return _ENDED
+
+
 class _Near:
     """A tensor from a rank of this machine; nothing has to be done before it is waited for."""
 
@@ -150,6 +183,9 @@ class _Near:
 
     def wait(self) -> Tensor:
         return self._channel.take(self._tag, self._shape, self._dtype)
+
+    def is_here(self) -> bool:
+        return self._channel.has(self._tag)
 
 
 class _Copied:
@@ -169,6 +205,9 @@ class _Received:
     def wait(self) -> Tensor:
         self._handle.wait()
         return self._tensor
+
+    def is_here(self) -> bool:
+        return False  # Nobody looks.
 
 
 class StrictTransport(Transport):

@@ -115,12 +115,12 @@ class BoundaryValues:
                 leaf.grad for leaf in part if leaf.requires_grad
             )
 
-    def send(self, item: Instruction) -> None:
+    def send(self, item: Instruction, *, busy: bool) -> None:
         assert item.payload is not None
         assert item.microbatch is not None
         assert item.peer is not None
         tensors = self._values.pop((item.payload, item.stage, item.peer, item.microbatch))
-        self._mailbox.send(item, tensors)
+        self._mailbox.send(item, tensors, busy=busy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from strategies.ir.kinds import (
     CHANNEL_KINDS,
     EXCHANGE_KINDS,
     GRADIENT_KINDS,
+    KINDS,
     MICROBATCH_KINDS,
     Kind,
 )
@@ -110,6 +111,7 @@ class Executor:
         parts.pulse.begin(program)
         beat = parts.pulse.words
         blocks = mailbox.ordered  # Then messages are waited for at their place.
+        copies = mailbox.copies
         cut = -1 if verdict is None else route.cut
         for place, (item, kind, halves, final) in enumerate(route.items):
             if place == cut and verdict is not None:
@@ -156,7 +158,8 @@ class Executor:
                 if blocks:
                     beat[STATE] = place << 1 | WAITING
                 start[place] = stamp()
-                values.send(item)
+                awaited = route.awaited.get(place) if copies else None
+                values.send(item, busy=awaited is not None and mailbox.are_here(awaited))
                 end[place] = stamp()
             elif kind is Kind.RECV:
                 passed += 1
@@ -242,6 +245,9 @@ class _Route:
     receives: tuple[int, ...]  # places of the RECVs, in order
     exchanges: dict[int, tuple[tuple[int, ...], ...]]  # place of compute -> of its parts' exchanges
     release: dict[int, tuple[Instruction, ...]]  # place of a RECV -> SENDs that have arrived then
+    awaited: dict[
+        int, tuple[Instruction, ...]
+    ]  # place of a SEND -> the RECVs that what is computed next uses
     # Each with its kind, what it computes (nothing for messages and collectives), and which of that
     # makes a stage's last gradient where the REDUCE overlaps.
     items: tuple[tuple[Instruction, Kind, tuple[Instruction, ...], tuple[bool, ...]], ...]
@@ -289,6 +295,7 @@ class _Route:
             exchanges=exchanges,
             receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
             release=release_points(program, rank),
+            awaited=_awaited(row),
             items=tuple(
                 (
                     item,
@@ -309,3 +316,23 @@ class _Route:
             program=program,
             rank=rank,
         )
+
+
+def _awaited(row: Sequence[Instruction]) -> dict[int, tuple[Instruction, ...]]:
+    """By place of each SEND with compute behind it, whose messages that consumes."""
+    receives = {
+        (item.payload, item.stage, item.microbatch): item for item in row if item.kind is Kind.RECV
+    }
+    found: dict[int, tuple[Instruction, ...]] = {}
+    following: tuple[Instruction, ...] | None = None
+    for place in range(len(row) - 1, -1, -1):
+        item = row[place]
+        if item.kind in MICROBATCH_KINDS:
+            wanted = (
+                receives.get((KINDS[part.kind].receives, part.stage, part.microbatch))
+                for part in item.parts
+            )
+            following = tuple(receive for receive in wanted if receive is not None)
+        elif item.kind is Kind.SEND and following is not None:
+            found[place] = following
+    return found

@@ -99,6 +99,31 @@ def test_a_sent_tensor_may_be_changed_at_once(pair):
     assert pair[1].take(1, (5000,), torch.float32).sum() == 5000
 
 
+def test_what_is_sent_later_has_its_block_now_and_may_be_sent_by_another_thread(pair):
+    one, other = pair
+    first, second = torch.arange(1000.0), torch.arange(1000.0) + 1
+    fill = one.send_later(first, 1)
+    one.send(second, 2)  # It comes first, and in another block.
+    assert other.has(2) and not other.has(1)
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert other.has(1)
+    assert torch.equal(other.take(1, (1000,), torch.float32), first)
+    assert torch.equal(other.take(2, (1000,), torch.float32), second)
+    assert not other.has(1)
+
+
+def test_who_asks_whether_something_has_come_hears_that_the_other_end_has_gone(pair):
+    one, other = pair
+    one.send(torch.ones(3), 1)
+    one._link.close()
+    assert other.has(1)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        other.has(2)
+    assert torch.equal(other.take(1, (3,), torch.float32), torch.ones(3))
+
+
 def test_a_block_is_used_again_when_the_last_tensor_in_it_is_gone_and_not_before(pair):
     def passed(value: float) -> torch.Tensor:
         pair[0].send(torch.full((5000,), float(value)), 1)
