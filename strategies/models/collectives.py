@@ -9,8 +9,8 @@ Where values are only shapes, a ``LocalGroup`` stands in its place and talks to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -84,17 +84,6 @@ for _name in _ANSWERED.split():
     setattr(LocalGroup, _name, _method(_name))
 
 
-@contextmanager
-def listed(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, each ``default_group`` finds this one in torch's tables and need not enter it."""
-    fresh = _enter(group)
-    try:
-        yield
-    finally:
-        if fresh:
-            _take_out(group)
-
-
 def _enter(group: dist.ProcessGroup | None) -> bool:
     """Enters a local group into torch's tables, where questions about backends look."""
     world = distributed_c10d._world
@@ -115,7 +104,7 @@ class default_group:  # noqa: N801 - read as the function that it could be
     """Inside, it is torch's default group; None leaves what is there.
 
     Holds for all threads: autograd runs backwards of custom functions in threads of its own. Every
-    instruction enters it, so it is no generator.
+    instruction enters it, so it is no generator, and whoever runs many has entered it before.
     """
 
     __slots__ = ("_before", "_fresh", "_group")
@@ -129,9 +118,10 @@ class default_group:  # noqa: N801 - read as the function that it could be
         group = self._group
         if group is None:
             return
-        before = self._before = dist.group.WORLD
-        if before is None:
+        before = dist.group.WORLD
+        if before is None or before is group:
             return
+        self._before = before
         self._fresh = _enter(group)
         _set_default(group)
 

@@ -15,7 +15,7 @@ from strategies.errors import ModelError
 from strategies.heartbeat import Phase
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
-from strategies.models.collectives import default_group, listed
+from strategies.models.collectives import default_group
 from strategies.models.logs import LogEntry, start_packing, unpack_logs
 from strategies.models.nested import structure
 from strategies.models.replay.rows.whole_values import Step
@@ -199,7 +199,7 @@ class Engine(RankPasses):
         self._flush.expect(None)
         stream.continue_sum()
         options = PassOptions(0, "train", 1.0, None, None, None)
-        with listed(self._parts.replicas), kept_generators():
+        with default_group(self._parts.replicas), kept_generators():
             self._executor.run(
                 program, (), options, step=-1, forwards_done=lambda _: None, stream=stream
             )

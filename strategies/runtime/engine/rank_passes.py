@@ -21,7 +21,7 @@ from strategies.compiler import compile_short
 from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Phase
 from strategies.ir.program import Program
-from strategies.models.collectives import default_group, listed
+from strategies.models.collectives import default_group
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
 from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch, Generators, kept_generators, own_generators
@@ -260,7 +260,7 @@ class RankPasses(RankWeights):
         kept = KeptModule(self.model.module) if self.late.open else None
         while True:
             try:
-                with listed(self._parts.replicas), kept_generators():
+                with default_group(self._parts.replicas), kept_generators():
                     result = self._executor.run(
                         program,
                         self._draws.signed(microbatches),

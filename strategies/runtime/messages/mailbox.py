@@ -43,6 +43,16 @@ class _Spec:
     dtypes: tuple[torch.dtype, ...]
     flags: tuple[bool, ...]
 
+    def fits(self, tensors: tuple[Tensor, ...]) -> bool:
+        return len(tensors) == len(self.shapes) and all(
+            [
+                tensor.shape == shape and tensor.dtype == dtype and tensor.requires_grad == flag
+                for tensor, shape, dtype, flag in zip(
+                    tensors, self.shapes, self.dtypes, self.flags, strict=True
+                )
+            ]
+        )
+
     def to_bytes(self) -> bytes:
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         return json.dumps([self.shapes, names, self.flags]).encode()
@@ -141,12 +151,14 @@ class Mailbox:
         self, stage: int, target: int, microbatch: int, tensors: tuple[Tensor, ...]
     ) -> None:
         """Notes what ``stage`` hands to ``target``."""
+        key = self._key(stage, target, microbatch)
+        if key in self._specs and self._specs[key].fits(tensors):
+            return
         spec = _Spec(
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
         )
-        key = self._key(stage, target, microbatch)
         if self._transport is not None and key not in self._specs:
             self._transport.check_whole(stage, tensors)
         known = self._specs.setdefault(key, spec)

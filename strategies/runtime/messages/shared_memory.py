@@ -12,6 +12,7 @@ could outlive both processes, and are not limited by the size of /dev/shm.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -237,7 +238,8 @@ class Channel:
     def _fill(self, free: _Block, flat: Tensor, tag: int) -> None:
         number, block, handle = free
         size = flat.numel()
-        block[:size].copy_(flat)
+        # Tensor.copy_ of bytes takes up to three times as long. Python's lock is not held here.
+        ctypes.memmove(block.data_ptr(), flat.data_ptr(), size)
         self._write(_PACKET.pack(tag, number, size), handle)
         if handle is not None:
             os.close(handle)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -52,18 +52,15 @@ def split_batch(
     if len(set(rows)) > 1:
         count = max(n for n in range(1, count + 1) if all(size % n == 0 for size in rows))
     shares = [share_sizes(size, count) if size else [0] * count for size in sizes]
-    starts = [0] * len(parts)
+    cuts = [
+        _deal(part, size, [_Range(*ends) for ends in pairwise(accumulate(share, initial=0))])
+        for part, size, share in zip(parts, sizes, shares, strict=True)
+    ]
+    first = next(place for place, size in enumerate(sizes) if size)
     microbatches = []
-    for index in range(count):
-        cut = [
-            _cut(part, size, start, share[index])
-            for part, size, start, share in zip(parts, sizes, starts, shares, strict=True)
-        ]
-        starts = [start + share[index] for start, share in zip(starts, shares, strict=True)]
+    for *cut, rows_here in zip(*cuts, shares[first], strict=True):
         data = cut[0] if spec is None else tree_unflatten(cut, spec)
-        first = next(place for place, size in enumerate(sizes) if size)
-        share = shares[first][index] / sizes[first]
-        microbatches.append(Microbatch(data, share, signature(data)))
+        microbatches.append(Microbatch(data, rows_here / sizes[first], signature(data)))
     return microbatches
 
 
@@ -87,12 +84,12 @@ def share_sizes(rows: int, num_microbatches: int) -> list[int]:
 
 def first_rows(batch: Any, count: int) -> Any:
     """A batch of the first rows of another."""
-    return _cut(batch, count_rows(batch), 0, count)
+    return _deal(batch, count_rows(batch), [_Range(0, count)])[0]
 
 
 def pick_rows(batch: Any, rows: Sequence[int]) -> Any:
     """A batch of these rows of another, in this order; one may come several times."""
-    return _pick(batch, count_rows(batch), _Picked(rows))
+    return _deal(batch, count_rows(batch), [_Picked(rows)])[0]
 
 
 def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
@@ -165,9 +162,14 @@ def _has_an_entry_per_row(value: Any, rows: int) -> bool:
     return len(shapes) > 1
 
 
-def _cut(value: Any, rows: int, start: int, size: int) -> Any:
-    """Tensors, and lists and tuples of other things, of the batch's length are cut."""
-    return _pick(value, rows, lambda whole: whole[start : start + size])
+class _Range:
+    """Takes the items from one place up to another."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._slice = slice(start, stop)
+
+    def __call__(self, whole: Any) -> Any:
+        return whole[self._slice]
 
 
 class _Picked:
@@ -182,28 +184,39 @@ class _Picked:
         return type(whole)(whole[place] for place in self._places)
 
 
-def _pick(value: Any, rows: int, pick: Callable[[Any], Any], *, top: bool = True) -> Any:
+def _deal(
+    value: Any, rows: int, picks: Sequence[Callable[[Any], Any]], *, top: bool = True
+) -> list[Any]:
+    """What each of the picks takes of a batch: of its tensors, and of lists with as many items."""
     if isinstance(value, Tensor):
-        return value if value.dim() == 0 or value.shape[0] != rows else pick(value)
+        if value.dim() == 0 or value.shape[0] != rows:
+            return [value] * len(picks)
+        return [pick(value) for pick in picks]
     if isinstance(value, Mapping):
-        parts = {key: _pick(item, rows, pick, top=False) for key, item in value.items()}
-        return parts if type(value) is dict else _like(value, parts)
-    if isinstance(value, list | tuple) and not list_tensors(value) and len(value) == rows:
-        return pick(value)
-    if isinstance(value, list | tuple) and not top and _has_an_entry_per_row(value, rows):
-        return pick(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_pick(item, rows, pick, top=False) for item in value))
+        dealt = _columns(value.values(), rows, picks)
+        parts = [dict(zip(value, part, strict=True)) for part in dealt]
+        return parts if type(value) is dict else [_like(value, part) for part in parts]
     if isinstance(value, list | tuple):
-        return type(value)(_pick(item, rows, pick, top=False) for item in value)
+        if not list_tensors(value) and len(value) == rows:
+            return [pick(value) for pick in picks]
+        if not top and _has_an_entry_per_row(value, rows):
+            return [pick(value) for pick in picks]
+        dealt = _columns(value, rows, picks)
+        named = hasattr(value, "_fields")
+        return [type(value)(*part) if named else type(value)(part) for part in dealt]
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            f.name: _pick(getattr(value, f.name), rows, pick, top=False)
-            for f in fields(value)
-            if f.init
-        }
-        return replace(value, **changes)
-    return value
+        names = [f.name for f in fields(value) if f.init]
+        dealt = _columns([getattr(value, name) for name in names], rows, picks)
+        return [replace(value, **dict(zip(names, part, strict=True))) for part in dealt]
+    return [value] * len(picks)
+
+
+def _columns(
+    values: Iterable[Any], rows: int, picks: Sequence[Callable[[Any], Any]]
+) -> Iterable[Sequence[Any]]:
+    """For each pick what it takes of all values."""
+    columns = [_deal(value, rows, picks, top=False) for value in values]
+    return zip(*columns, strict=True) if columns else [()] * len(picks)
 
 
 def _like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
@@ -82,6 +83,9 @@ class UnderWay:
     origins: dict[tuple[int, int], tuple[PassOptions, Microbatch]] = field(default_factory=dict)
 
 
+_NO_CONTEXT = nullcontext()
+
+
 class StageCompute:
     """Runs the compute instructions of one pass, and keeps what they leave for each other."""
 
@@ -101,7 +105,9 @@ class StageCompute:
         self._result = StepResult()
         # Of the losses, where these are the host's own numbers: it waits for none of them.
         self._mean: float | None = None
-        self._on_host = parts.recorder.device.type == "cpu"
+        device = parts.recorder.device.type
+        self._on_host = device == "cpu"
+        self._autocast = torch.is_autocast_enabled(device)  # around the whole pass
         self._parts = parts
         self._values = values
         self._options = options
@@ -204,10 +210,9 @@ class StageCompute:
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
         """Gradients have the types of their forward; the precision plugin's context is around."""
-        device = self._parts.recorder.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.autocast(device, enabled=False)
-        return nullcontext()
+        if self._autocast:
+            return torch.autocast(self._parts.recorder.device.type, enabled=False)
+        return _NO_CONTEXT
 
     def _forward(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
         assert item.microbatch is not None
@@ -329,7 +334,7 @@ class StageCompute:
             leaves = [leaf for leaf in graph.inputs if leaf.requires_grad]
             backward_under_sums(self._parts.tensor_ranks, outputs, incoming, leaves)
         elif outputs:
-            torch.autograd.backward(outputs, incoming, retain_graph=self._options.retain_graph)
+            run_backward(outputs, incoming, retain_graph=self._options.retain_graph)
         self._values.hand_back(item, graph.inputs)
 
     def _input_gradient(self, item: Instruction, gradients: Values) -> None:
@@ -380,6 +385,24 @@ class StageCompute:
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
         found = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         return graph, [output for output, _ in found], [g for _, g in found if g is not None]
+
+
+def run_backward(
+    outputs: Sequence[Tensor], incoming: Sequence[Tensor], *, retain_graph: bool = False
+) -> None:
+    """``torch.autograd.backward``, straight to its engine where it would only compare shapes.
+
+    Which the engine does again. On CPU, since it runs there in this thread, whose context
+    variables it then needs no copy of.
+    """
+    if any(type(tensor) is not Tensor or not tensor.is_cpu for tensor in outputs):
+        torch.autograd.backward(outputs, incoming, retain_graph=retain_graph)
+        return
+    engine: Any = Variable._execution_engine
+    engine.run_backward(
+        tuple(outputs), tuple(incoming), retain_graph, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 def backward_under_sums(
