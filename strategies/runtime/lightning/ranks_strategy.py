@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
+import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import psutil
@@ -26,6 +29,8 @@ from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import join
 from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
+
+_LAST_PAUSE_S = 0.05
 
 
 class RanksStrategy(ParallelStrategy):
@@ -189,6 +194,7 @@ class RanksStrategy(ParallelStrategy):
                         self.cluster_environment, backend, timeout=timeout, store=store
                     )
                 self._speak(store)
+            _pause_at_exit()
             self._heartbeat.phase(Phase.SETTING_UP)
             self._world = dist.group.WORLD
             # As under stock Lightning on one device, unless ranks would draw different numbers.
@@ -273,3 +279,14 @@ def _refuse_crowd(world_size: int, here: int) -> None:
         f"({IDLE_RANK_BYTES / 1e9:.2f} GB each), and {free / 1e9:.1f} GB are free. Use a smaller "
         f"pp, dp or tp: {1 + free // IDLE_RANK_BYTES} at most."
     )
+
+
+@cache
+def _pause_at_exit() -> None:
+    """Lets this process end a moment later, once.
+
+    Gloo's threads drop the tensors of the last messages, for which they need Python's lock. One
+    that asks for it while Python ends takes the process with it ("terminate called without an
+    active exception", SIGABRT).
+    """
+    atexit.register(time.sleep, _LAST_PAUSE_S)

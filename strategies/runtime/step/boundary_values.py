@@ -102,7 +102,7 @@ class BoundaryValues:
         assert item.microbatch is not None
         for target, part in self._links.deal(item.stage, output):
             self._mailbox.describe(item.stage, target, item.microbatch, part)
-            detached = tuple(tensor.detach() for tensor in part)
+            detached = tuple(map(_as_it_is_now, part))
             self._values[Kind.F, item.stage, target, item.microbatch] = detached
 
     def hand_back(self, item: Instruction, inputs: tuple[Tensor, ...]) -> None:
@@ -121,6 +121,16 @@ class BoundaryValues:
         assert item.peer is not None
         tensors = self._values.pop((item.payload, item.stage, item.peer, item.microbatch))
         self._mailbox.send(item, tensors, busy=busy)
+
+
+def _as_it_is_now(tensor: Tensor) -> Tensor:
+    """What a stage hands on, with what it holds now.
+
+    What has no gradient may be a buffer, which the stage's next microbatch changes before this
+    one's has been used, or its message has left.
+    """
+    detached = tensor.detach()
+    return detached.clone() if tensor.grad_fn is None else detached
 
 
 @dataclass(frozen=True, slots=True)
