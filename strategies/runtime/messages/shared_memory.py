@@ -37,7 +37,7 @@ from strategies.runtime.messages.exchange import Exchange
 # Of an announcement: tag, number of the block (none: the bytes follow) and their count.
 _PACKET = struct.Struct("<qiq")
 _NO_BLOCK = -1
-SMALL = 1024  # bytes that travel in the announcement itself
+_SMALL = 1024  # bytes that travel in the announcement itself
 _PAGE = 4096
 _BLOCKS = 2**20  # per direction; a byte of each says whether the receiver has it
 _FD = struct.Struct("@i")
@@ -225,13 +225,13 @@ class Channel:
         """Copies it (contiguous, in host memory) and announces it; it may be changed at once."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         size = flat.numel()
-        if size <= SMALL:
+        if size <= _SMALL:
             self._write(_PACKET.pack(tag, _NO_BLOCK, size) + flat.numpy().tobytes(), None)
             return
         self._fill(self._free_block(size), flat, tag)
 
     def send_later(self, tensor: Tensor, tag: int) -> Callable[[], None]:
-        """What sends it (more than ``SMALL`` bytes) from another thread; unchanged until then."""
+        """What sends it, from another thread perhaps; it must stay unchanged until then."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         return partial(self._fill, self._free_block(flat.numel()), flat, tag)
 
@@ -308,7 +308,7 @@ class Channel:
         return True
 
     def _read_announcement(self, flags: int = 0) -> None:
-        data, handle = self._read(_PACKET.size + SMALL, flags)
+        data, handle = self._read(_PACKET.size + _SMALL, flags)
         tag, number, size = _PACKET.unpack_from(data)
         if handle is not None:
             try:

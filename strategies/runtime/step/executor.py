@@ -245,9 +245,7 @@ class _Route:
     receives: tuple[int, ...]  # places of the RECVs, in order
     exchanges: dict[int, tuple[tuple[int, ...], ...]]  # place of compute -> of its parts' exchanges
     release: dict[int, tuple[Instruction, ...]]  # place of a RECV -> SENDs that have arrived then
-    awaited: dict[
-        int, tuple[Instruction, ...]
-    ]  # place of a SEND -> the RECVs that what is computed next uses
+    awaited: dict[int, tuple[Instruction, ...]]  # place of a SEND -> RECVs of the next compute
     # Each with its kind, what it computes (nothing for messages and collectives), and which of that
     # makes a stage's last gradient where the REDUCE overlaps.
     items: tuple[tuple[Instruction, Kind, tuple[Instruction, ...], tuple[bool, ...]], ...]
