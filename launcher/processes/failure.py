@@ -25,7 +25,12 @@ from strategies.small_file import read_json
 _TAIL_LINES = 12
 _MOST_BYTES = 1 << 26
 _MOST, _MOST_LINE = 4_000, 400  # characters of somebody's exception, and of a line of a log
-_LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", "another rank failed")
+# Gloo's second word where a wait has ended in vain: whoever next uses what it has closed.
+_PAIR_CLOSED = "Application timeout"
+_LOST = (
+    "Connection", "connection", "Broken pipe", "gloo", "Timed out", _PAIR_CLOSED,
+    "another rank failed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ def is_consequence(failure: Failure) -> bool:
 
 def timed_out(failure: Failure) -> bool:
     """Whether a rank has given up waiting for another."""
-    return "Timed out" in failure.message or "timed out" in failure.message
+    return any(word in failure.message for word in ("Timed out", "timed out", _PAIR_CLOSED))
 
 
 def describe(failure: Failure, log: Path) -> str:

@@ -17,7 +17,10 @@ from launcher.processes.failure import (
     as_full_disk,
     as_out_of_memory,
     blame,
+    first_failure,
+    is_consequence,
     peak_bytes,
+    timed_out,
 )
 from launcher.report.result import write_atomically
 from strategies.heartbeat import Beat
@@ -45,6 +48,15 @@ def test_a_killed_rank_comes_before_those_that_have_lost_it():
 def test_a_rank_that_says_why_comes_before_those_that_have_lost_it():
     reason = failed(0, "CUDA error", at=9.0)
     assert blame([failed(1, TIMED_OUT), reason], {0: beat("F"), 1: beat("F")}, {}) is reason
+
+
+@pytest.mark.parametrize("message", [TIMED_OUT, "Application timeout caused pair closure"])
+def test_who_has_given_up_waiting_is_no_cause_in_either_of_gloos_words(message):
+    gave_up = failed(1, message, at=1.0)
+    assert timed_out(gave_up) and is_consequence(gave_up)
+    reason = failed(0, "CUDA error", at=9.0)
+    assert not timed_out(reason) and not is_consequence(reason)
+    assert first_failure([gave_up, reason]) is reason
 
 
 def test_who_gave_up_waiting_leads_to_the_one_that_was_waited_for():
