@@ -148,6 +148,11 @@ def timed_out(failure: Failure) -> bool:
     return any(word in failure.message for word in ("Timed out", "timed out", _PAIR_CLOSED))
 
 
+def timed_out_earlier(failure: Failure) -> bool:
+    """Whether somebody else has, any time ago: a checkpoint's thread, say, and here it is heard."""
+    return _PAIR_CLOSED in failure.message
+
+
 def describe(failure: Failure, log: Path) -> str:
     try:
         lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]

@@ -40,6 +40,7 @@ from launcher.processes.failure import (
     read_failure,
     signalled,
     timed_out,
+    timed_out_earlier,
 )
 from launcher.processes.preempted import PREEMPTED, InterruptedRunError, PreemptedError
 from launcher.processes.rank_server import RankProcess, RankServer
@@ -309,7 +310,8 @@ class LocalRanks:
         idle = {rank: watchdog.idle_s(rank) for rank in range(self.world_size) if rank not in seen}
         found = self._error(blame(failures, beats, idle))
         if any(map(timed_out, failures)) and not any(failure.exit_code < 0 for failure in failures):
-            paused_s = watchdog.paused_s(within_s=self.timeout_s)
+            earlier = any(map(timed_out_earlier, failures))
+            paused_s = watchdog.paused_s(within_s=math.inf if earlier else self.timeout_s)
             found.paused_s = paused_s if paused_s >= self.timeout_s / 2 else 0.0
         return found
 

@@ -77,7 +77,8 @@ def test_a_pause_longer_than_ranks_wait_is_no_failure(who, tmp_path):
             begin = time.monotonic()
             for pid in reversed(pids):
                 os.kill(pid, signal.SIGCONT)
-            assert within(60, lambda rows=rows: len(read_metrics(tmp_path / "here")) > rows + 2)
+            # Past a checkpoint: one that was under way is heard of there.
+            assert within(60, lambda rows=rows: len(read_metrics(tmp_path / "here")) > rows + 6)
             took.append(time.monotonic() - begin)
         run.process.send_signal(signal.SIGTERM)
         done = run.finish(timeout_s=60)

@@ -21,6 +21,7 @@ from launcher.processes.failure import (
     is_consequence,
     peak_bytes,
     timed_out,
+    timed_out_earlier,
 )
 from launcher.report.result import write_atomically
 from strategies.heartbeat import Beat
@@ -54,6 +55,7 @@ def test_a_rank_that_says_why_comes_before_those_that_have_lost_it():
 def test_who_has_given_up_waiting_is_no_cause_in_either_of_gloos_words(message):
     gave_up = failed(1, message, at=1.0)
     assert timed_out(gave_up) and is_consequence(gave_up)
+    assert timed_out_earlier(gave_up) == (message != TIMED_OUT)
     reason = failed(0, "CUDA error", at=9.0)
     assert not timed_out(reason) and not is_consequence(reason)
     assert first_failure([gave_up, reason]) is reason
