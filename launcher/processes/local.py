@@ -311,7 +311,9 @@ class LocalRanks:
         found = self._error(blame(failures, beats, idle))
         if any(map(timed_out, failures)) and not any(failure.exit_code < 0 for failure in failures):
             earlier = any(map(timed_out_earlier, failures))
-            paused_s = watchdog.paused_s(within_s=math.inf if earlier else self.timeout_s)
+            # What the pause has cost one rank the other may wait for from then on.
+            within_s = math.inf if earlier else 2 * self.timeout_s
+            paused_s = watchdog.paused_s(within_s=within_s)
             found.paused_s = paused_s if paused_s >= self.timeout_s / 2 else 0.0
         return found
 
