@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO, cast
 
 from hydra._internal.callbacks import Callbacks
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
 OUTPUT = "output.txt"
+# What ends a command: Ctrl-C, and what the command line makes the same of.
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Told of a job's number, folder and files there, before anything runs in it.
 Begun = Callable[[int, Path, Stamps], None]
 
@@ -90,7 +95,7 @@ class JobStarter:
             )
             _ = done.return_value  # raises what the task raised
         except KeyboardInterrupt:
-            pass
+            task.error = task.error or "interrupted"
         except OSError as error:  # Hydra's own files: one job that has no room, not the end of all
             full = as_full_disk(error, self.folder)
             if full is None:
@@ -107,7 +112,11 @@ class JobStarter:
 
 
 class InTurn:
-    """Runs each job in this process, at once."""
+    """Runs each job in this process, at once.
+
+    While it is entered, Ctrl-C and its like interrupt what a job runs, and are kept for later
+    everywhere else: a job that has ended is never lost between its end and the sweep's table.
+    """
 
     def __init__(self, starter: JobStarter, begun: Begun, *, quiet: bool) -> None:
         self.interrupted = False
@@ -115,6 +124,26 @@ class InTurn:
         self._begun = begun
         self._quiet = quiet
         self._ended: list[Ended] = []
+        self._inside = False  # whether a job runs that can be interrupted
+        self._heard: list[signal.Signals] = []  # whose handler is ours meanwhile
+
+    def __enter__(self) -> InTurn:
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDINGS:
+                if signal.getsignal(number) is signal.default_int_handler:
+                    self._heard.append(number)
+                    signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._heard:
+            signal.signal(number, signal.default_int_handler)
+        self._heard.clear()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        if self._inside:
+            signal.default_int_handler(number, frame)
 
     def free(self) -> bool:
         return not self._ended
@@ -127,14 +156,20 @@ class InTurn:
             self._begun(index, folder, file_stamps(folder))
 
         self._ended.append(self._starter.run(index, words, begun, self._output))
-        self.interrupted = self._ended[-1].code is None
+        self.interrupted |= self._ended[-1].code is None
 
     @contextlib.contextmanager
     def _output(self, folder: Path) -> Iterator[None]:
         """The job's folder is its own while it runs, as that of a run outside a sweep is."""
         alone = contextlib.nullcontext() if folder == self._starter.folder else hold(folder)
         with alone, job_output(folder) if self._quiet else contextlib.nullcontext():
-            yield
+            try:
+                self._inside = True
+                if self.interrupted:  # before anything runs
+                    raise KeyboardInterrupt
+                yield
+            finally:
+                self._inside = False
 
     def wait(self) -> list[Ended]:
         ended, self._ended = self._ended, []

@@ -399,11 +399,11 @@ def run_multirun(
             pool = JobPool(starter, aside, state.begun, view.refresh)
             runner: Runner = stack.enter_context(pool)
         else:
-            runner = InTurn(starter, state.begun, quiet=quiet)
+            runner = stack.enter_context(InTurn(starter, state.begun, quiet=quiet))
         stack.enter_context(view)
         try:
             _run(source, runner, state)
-        except KeyboardInterrupt:  # between two jobs
+        except KeyboardInterrupt:  # before any of them, or once more
             runner.interrupted = True
     state.report(hurry=runner.interrupted)
     if (not state.submits and len(state.jobs) < source.total) or state.unfinished():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -118,6 +120,40 @@ def test_the_newest_sweep_is_the_one_that_began_last(tmp_path, monkeypatch, caps
     said = "".join(capsys.readouterr())
     assert said.count("skips ") == len(wrong) + 2
     assert f"chosen among 3 sweeps below {tmp_path / 'multirun'}: {late} (it began last," in said
+
+
+@pytest.mark.parametrize(
+    "place", ["job_start.run_job", "job_start.asked_figures", "multirun.ended_job",
+              "multirun.report_so_far", "multirun.write_record"],
+)  # fmt: skip
+def test_a_signal_around_a_job_loses_no_row(place, tmp_path, monkeypatch):
+    name = f"launcher.compose.{place}"
+    module, _, attribute = name.rpartition(".")
+    run = getattr(importlib.import_module(module), attribute)
+    asked: list[int] = []
+
+    def signalled(*arguments: object, **keywords: object) -> object:
+        done = run(*arguments, **keywords)
+        asked.append(1)
+        if len(asked) == 2:  # of the second job
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(name, signalled)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, light)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.code, done.errors) == (130, "interrupted\n")
+    second = "interrupted" if place == "multirun.write_record" else "done"  # before it began
+    assert [row["status"] for row in rows(tmp_path)] == ["done", second]
+    assert "2 of 4 jobs did not run" in done.output
+    monkeypatch.undo()
+    again = run_here([*SIMULATED, RESUME], tmp_path, monkeypatch, light)
+    assert again.code == 0
+    assert [row["status"] for row in rows(tmp_path)] == ["done"] * 4
 
 
 def test_a_sweep_that_goes_on_has_begun_again(tmp_path, monkeypatch):
