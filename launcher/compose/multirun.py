@@ -301,7 +301,7 @@ class SweepState:
             failed and left and self._config.sweep.fail_fast
         ):
             self.stopped = True
-        elif left and not self.submits:
+        elif not self.submits:
             report_so_far(self._folder, self.sweep())
 
     def _say(self, job: SweepJob, took_s: float) -> None:

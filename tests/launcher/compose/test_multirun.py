@@ -156,6 +156,16 @@ def test_a_signal_around_a_job_loses_no_row(place, tmp_path, monkeypatch):
     assert [row["status"] for row in rows(tmp_path)] == ["done"] * 4
 
 
+def test_a_signal_while_pictures_are_drawn_leaves_the_table(tmp_path, monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.compose.multirun.report_sweep", interrupted)
+    done = run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, light)
+    assert (done.code, done.errors) == (130, "interrupted\n")
+    assert [row["status"] for row in rows(tmp_path)] == ["done"] * 4
+
+
 def test_a_sweep_that_goes_on_has_begun_again(tmp_path, monkeypatch):
     begun = []
     for words in (["hydra.sweep.dir=s"], [RESUME]):
