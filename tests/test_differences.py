@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
-from tests.differences import ECHOES, ELSEWHERE, PAGE, ROOT, SECTIONS, page, refusals
+from tests.differences import (
+    ECHOES,
+    ELSEWHERE,
+    PAGE,
+    ROOT,
+    SECTIONS,
+    Refusal,
+    page,
+    refusals,
+)
 
-FOUND = list(refusals())
 LISTED = [file for files in SECTIONS.values() for file in files]
+
+
+@functools.cache
+def found() -> tuple[Refusal, ...]:
+    return tuple(refusals())
 
 
 def test_the_page_is_as_new_as_the_code() -> None:
@@ -15,7 +30,7 @@ def test_the_page_is_as_new_as_the_code() -> None:
 
 
 def test_every_file_that_refuses_has_its_place() -> None:
-    raising = {refusal.file for refusal in FOUND}
+    raising = {refusal.file for refusal in found()}
     assert raising - set(LISTED) - ELSEWHERE == set(), "give it a heading in tests/differences.py"
     assert set(LISTED) - raising == set(), "refuses nothing any more"
     assert len(LISTED) == len(set(LISTED)) and not ELSEWHERE & set(LISTED)
@@ -23,14 +38,14 @@ def test_every_file_that_refuses_has_its_place() -> None:
 
 @pytest.mark.parametrize("file", LISTED)
 def test_a_refusal_tells_the_reason_and_the_way_out(file: str) -> None:
-    for refusal in FOUND:
+    for refusal in found():
         if refusal.file == file and refusal.reason not in ECHOES:
             assert refusal.way, f"{file}:{refusal.line} says no way out: {refusal.reason}"
             assert refusal.reason, f"{file}:{refusal.line} says no reason: {refusal.way}"
 
 
 def test_no_echo_is_listed_that_nobody_says() -> None:
-    assert {refusal.reason for refusal in FOUND} >= ECHOES
+    assert {refusal.reason for refusal in found()} >= ECHOES
 
 
 def test_messages_made_of_parts_are_on_the_page() -> None:
