@@ -32,7 +32,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu test-slurm test-faults test-docs bench-links profile-step golden docs docs-page playground-packages test-playground check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu gpu-proof gpu-wheels test-slurm test-faults test-docs bench-links profile-step golden docs docs-page playground-packages test-playground check format clean
 FORCE:
 
 help: ## List the targets
@@ -75,6 +75,12 @@ test-gpu: install ## Only the tests that need a GPU
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then $(PYTEST) -m gpu $(ARGS); \
 	else echo 'make test-gpu: torch sees no GPU on this machine, so NO test was run.'; fi
+
+gpu-proof: install ## Everything that one GPU can show, in nine minutes; ARGS=--rehearse runs it on the CPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.gpu_proof $(ARGS)
+
+gpu-wheels: install ## What the proof needs on a machine without network, into build/gpu-wheels
+	$(BIN)/python -m tools.gpu_proof.wheels
 
 profile-step: install ## Where a training step's CPU time goes, by parts; ARGS="--real --flame step.svg"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.step_profile $(ARGS)

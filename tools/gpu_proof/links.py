@@ -1,0 +1,252 @@
+"""Messages between two processes of one card: NCCL, gloo through the host, CUDA IPC handles.
+
+NCCL refuses two ranks of one host on one GPU. With a host's name of its own (``NCCL_HOSTID``) for
+each rank it takes them for two machines and talks through sockets: slowly, and all the same code
+runs as between GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tools.gpu_proof.proof import ROOT, Setting
+from tools.gpu_proof.timing import Clock
+
+_SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 24)
+_QUICK = (1 << 10, 1 << 16)
+
+
+def nccl_one(setting: Setting) -> dict[str, Any]:
+    """What communicators of one rank cost in seconds and device memory."""
+    clock = Clock(setting.device, quick=setting.quick)
+
+    def used() -> int:
+        free, total = torch.cuda.mem_get_info() if clock.gpu else (0, 0)
+        return total - free
+
+    x = torch.ones(1 << (10 if setting.quick else 22), device=clock.device)
+    clock.wait()
+    before, begun = used(), time.perf_counter()
+    _join("nccl" if clock.gpu else "gloo", 0, 1, _free_port())
+    dist.all_reduce(x)
+    clock.wait()
+    found: dict[str, Any] = {
+        "first_s": time.perf_counter() - begun, "first_bytes": used() - before,
+    }  # fmt: skip
+    before, begun = used(), time.perf_counter()
+    for _ in range(4):
+        group = dist.new_group([0], backend="nccl" if clock.gpu else "gloo")
+        dist.all_reduce(x, group=group)
+    clock.wait()
+    return found | {
+        "another_s": (time.perf_counter() - begun) / 4, "another_bytes": (used() - before) / 4,
+    }  # fmt: skip
+
+
+def nccl_two(setting: Setting) -> dict[str, Any]:
+    """NCCL between two ranks that share the card."""
+    return _pair("nccl", setting)
+
+
+def nccl_refused(setting: Setting) -> dict[str, Any]:
+    """What NCCL says to two ranks that share a card and a host's name; expected is a refusal."""
+    found = _pair("refused", setting)
+    said = str(found.pop("failed", ""))
+    return {"refused": bool(said), "says": said[-600:]} | found
+
+
+def staged(setting: Setting) -> dict[str, Any]:
+    """Gloo through pinned host memory."""
+    return _pair("staged", setting)
+
+
+def ipc(setting: Setting) -> dict[str, Any]:
+    """Device memory that both have mapped; an event says that it is filled."""
+    return _pair("ipc", setting)
+
+
+def _pair(kind: str, setting: Setting) -> dict[str, Any]:
+    note = setting.partial.with_name(f"{kind}.json")
+    asked = {
+        "kind": kind, "device": setting.device, "quick": setting.quick, "port": _free_port(),
+        "note": str(note),
+    }  # fmt: skip
+    ranks = []
+    for rank in (0, 1):
+        own = {} if kind == "refused" else {"NCCL_HOSTID": f"shared{rank}"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tools.gpu_proof.links", json.dumps(asked | {"rank": rank})],
+                env={**os.environ, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **own},
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    until = time.monotonic() + setting.seconds - 3
+    errors = []
+    for process in ranks:
+        try:
+            errors.append(process.communicate(timeout=max(1.0, until - time.monotonic()))[1])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors.append("did not end; " + process.communicate()[1])
+    if note.exists() and not any(process.returncode for process in ranks):
+        found: dict[str, Any] = json.loads(note.read_text())
+        return found
+    return {"failed": "\n".join(f"rank {r}: {e[-500:]}" for r, e in enumerate(errors))}
+
+
+def _rank(kind: str, rank: int, device: str, quick: bool, port: int, note: str) -> None:
+    clock = Clock(device, quick=quick)
+    if clock.gpu:
+        torch.cuda.set_device(clock.device)
+    nccl = kind in ("nccl", "refused")
+    _join("nccl" if nccl and clock.gpu else "gloo", rank, 2, port)
+    sizes = _QUICK if quick else _SIZES
+    found: dict[str, Any] = {}
+    if nccl:
+        begun = time.perf_counter()
+        x = torch.full((1 << 20,), float(rank + 1), device=clock.device)
+        dist.all_reduce(x)
+        assert float(x[0]) == 3.0
+        found["first_s"] = time.perf_counter() - begun
+    ways = {"nccl": _by_nccl, "refused": _by_nccl, "staged": _by_gloo, "ipc": _by_ipc}[kind]
+    way = ways(clock, rank, max(sizes))
+    for size in sizes:
+        found[f"message_{size}_s"] = _one_way(clock, rank, *way(size), 5 if nccl else 20)
+        if nccl:
+            t = torch.empty(size, dtype=torch.uint8, device=clock.device)
+            found[f"all_reduce_{size}_s"] = clock.host(lambda t=t: dist.all_reduce(t), 5)["done_s"]
+    dist.barrier()
+    if rank == 0:
+        with open(note, "w") as file:
+            json.dump(found, file)
+    dist.barrier()
+    os._exit(0)
+
+
+Way = Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
+
+
+def _one_way(
+    clock: Clock, rank: int, out: Callable[[], object], into: Callable[[], object], count: int
+) -> float:
+    """Seconds of a message one way: half of there and back."""
+    turns = (out, into) if rank == 0 else (into, out)
+    for turn in turns:
+        turn()
+    clock.wait()
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(count):
+        for turn in turns:
+            turn()
+    clock.wait()
+    return (time.perf_counter() - begun) / count / 2
+
+
+def _by_nccl(clock: Clock, rank: int, most: int) -> Way:
+    def way(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        t = torch.empty(size, dtype=torch.uint8, device=clock.device)
+        return (lambda: dist.send(t, 1 - rank)), (lambda: dist.recv(t, 1 - rank))
+
+    return way
+
+
+def _by_gloo(clock: Clock, rank: int, most: int) -> Way:
+    def way(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        t = torch.empty(size, dtype=torch.uint8, device=clock.device)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=clock.gpu)
+
+        def out() -> None:
+            host.copy_(t, non_blocking=True)
+            clock.wait()
+            dist.send(host, 1 - rank)
+
+        def into() -> None:
+            dist.recv(host, 1 - rank)
+            t.copy_(host, non_blocking=True)
+
+        return out, into
+
+    return way
+
+
+def _by_ipc(clock: Clock, rank: int, most: int) -> Way:
+    """Each writes into its own block; the other copies out of it."""
+    import pickle
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    mine = torch.zeros(most, dtype=torch.uint8, device=clock.device)
+    if clock.gpu:
+        done: Any = torch.cuda.Event(interprocess=True)
+        done.record()
+    else:
+        mine.share_memory_()
+        done = None
+    said: list[Any] = [None, None]
+    handle = done.ipc_handle() if clock.gpu else None
+    dist.all_gather_object(said, (bytes(ForkingPickler.dumps(mine)), handle))
+    theirs = pickle.loads(said[1 - rank][0])
+    there: Any = None
+    if clock.gpu:
+        there = torch.cuda.Event.from_ipc_handle(clock.device, said[1 - rank][1])
+    word = torch.zeros(1)
+
+    def way(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        t = torch.empty(size, dtype=torch.uint8, device=clock.device)
+
+        def out() -> None:
+            mine[:size].fill_(rank + 7)
+            if clock.gpu:
+                done.record()
+            dist.send(word, 1 - rank)
+
+        def into() -> None:
+            dist.recv(word, 1 - rank)
+            if clock.gpu:
+                torch.cuda.current_stream().wait_event(there)
+            t.copy_(theirs[:size])
+
+        def checked() -> None:
+            into()
+            assert int(t[-1]) == 1 - rank + 7, "what is mapped is not what was written"
+
+        checked_first = [checked]
+
+        def first_checked() -> None:
+            (checked_first.pop() if checked_first else into)()
+
+        return out, first_checked
+
+    return way
+
+
+def _join(backend: str, rank: int, world: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+if __name__ == "__main__":
+    _rank(**json.loads(sys.argv[1]))

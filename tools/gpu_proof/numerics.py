@@ -1,0 +1,68 @@
+"""The tests that need a GPU: training in every layout against plain torch on the same card."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_proof.proof import ROOT, Setting
+
+_AT_A_TIME = 6
+_TOO_LONG = "not uses_half_of_the_gpu"  # That is the stage `speed`.
+_REHEARSED = ("tests/gpu/test_measure_on_a_cpu.py", "-m", "not full")
+
+
+def numerics(setting: Setting) -> dict[str, Any]:
+    """Runs ``pytest -m gpu``; of a rehearsal the same tests' functions on a CPU."""
+    with tempfile.TemporaryDirectory() as name:
+        report = Path(name) / "report.xml"
+        chosen = ("tests/gpu", "tests/distributed/test_gpu.py", "-m", "gpu", "-k", _TOO_LONG,
+                  "-n", str(_AT_A_TIME), "--dist=loadscope")  # fmt: skip
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-x" if setting.quick else "--maxfail=1000",
+            "-p", "no:cacheprovider", f"--junit-xml={report}",
+            *(_REHEARSED if setting.quick else chosen),
+        ]  # fmt: skip
+        log = Path(name) / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=output, env=dict(os.environ)
+            )
+            try:
+                code: int | None = process.wait(setting.seconds - 6)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                code = None
+        said = log.read_text(errors="replace")
+        found: dict[str, Any] = {"exit": code}
+        if report.exists():
+            found["tests"] = read_report(report)
+        else:
+            found["says"] = said[-6000:]
+        wrong = [
+            name for name, test in found.get("tests", {}).items() if test["outcome"] == "failed"
+        ]
+        if code != 0:
+            found["failed"] = f"{len(wrong)} tests failed: {', '.join(wrong)}; {said[-400:]}"
+        return found
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    """Name of a test to its outcome, seconds and the last lines of what it says."""
+    found: dict[str, Any] = {}
+    for case in ET.parse(file).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        row: dict[str, Any] = {"outcome": "passed", "took_s": float(case.get("time", 0))}
+        for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+            said = case.find(kind)
+            if said is not None:
+                row["outcome"] = outcome
+                text = f"{said.get('message', '')}\n{said.text or ''}"
+                row["says"] = text[:400] + " ... " + text[-1200:] if len(text) > 1600 else text
+        found[name] = row
+    return found
