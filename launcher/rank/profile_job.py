@@ -45,7 +45,7 @@ from strategies.profiling.layer_times import Task, choose_units, draw_quickly, m
 from strategies.profiling.link_times import measure_links, measure_lockstep
 from strategies.profiling.sample import sample_units
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.messages.joining import join
+from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus
 from strategies.runtime.messages.mesh import Coordinates
 
 _TIME_S = 45.0  # for all training steps together; starting up and memory come on top
@@ -65,8 +65,7 @@ def measure(run: Run) -> dict[str, Any]:
         torch.cuda.set_device(device)
     backend: Backend = config.cluster.backend
     if backend == "auto":
-        # NCCL refuses ranks that share a GPU.
-        backend = ("staged" if world > torch.cuda.device_count() else "nccl") if gpu else "shared"
+        backend = "nccl" if gpu else "shared"
     if world > 1:
         patience_s = max(config.cluster.timeout_s, 600.0)
         store, _ = join(
@@ -76,6 +75,9 @@ def measure(run: Run) -> dict[str, Any]:
             port=int(os.environ["MASTER_PORT"]),
             timeout_s=patience_s,
         )
+        if gpu and config.cluster.backend == "auto":
+            gpus = ranks_gpus(store, device, rank=rank, world_size=world)
+            backend = gpu_backend(gpus, rank=rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=store,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from strategies import PipelineStrategy
 from strategies.errors import NotFiniteError
 from strategies.models.state import Fetch
 from strategies.runtime.engine.rank_engine import Engine
@@ -124,3 +128,20 @@ def test_a_wait_that_is_missing_shows(
 def test_a_host_that_asks_on_the_way_is_seen_waiting(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(2).run(train_on_it, case=REPLICAS, forgetting="that it is alone"):
         assert all(found["waits"])
+
+
+def backend_of_auto(gpus: list[str]) -> str:
+    """What ``auto`` takes for ranks that see one of these GPUs each, as ``cuda:0``."""
+    own = SimpleNamespace(uuid=gpus[int(os.environ["RANK"])])
+    with trainer_on_it(), mock.patch.object(torch.cuda, "get_device_properties", lambda _: own):
+        strategy = PipelineStrategy(pp=2, num_microbatches=2, backend="auto", timeout_s=60)
+        pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
+        strategy.setup_environment()
+        return strategy.backend
+
+
+def test_auto_goes_through_host_memory_only_where_ranks_share_a_gpu(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    assert ranks(2).run(backend_of_auto, gpus=["GPU-a", "GPU-b"]) == ["nccl", "nccl"]
+    assert ranks(2).run(backend_of_auto, gpus=["GPU-a", "GPU-a"]) == ["staged", "staged"]

@@ -27,7 +27,7 @@ from strategies.models.state import Generators
 from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_experts
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.messages.joining import join
+from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus, uuid_of
 from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
 
 _LAST_PAUSE_S = 0.05
@@ -51,6 +51,7 @@ class RanksStrategy(ParallelStrategy):
         self._watched = heartbeat is not None  # by a launcher, which decides how a run ends
         self._hosts: dict[int, str] = {}
         self._world: dist.ProcessGroup | None = None
+        self._gpu_backend: Backend = "nccl"  # of backend=auto; known when the ranks have joined
 
     @property
     def is_distributed(self) -> bool:
@@ -175,12 +176,12 @@ class RanksStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.world_size > 1:
             assert self.cluster_environment is not None
-            # The default group serves Lightning's own object broadcasts; ours are made from it.
-            backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
+            device, rank = self.root_device, self.global_rank
+            compares = self._options.backend == "auto" and device.type == "cuda"
             self._heartbeat.phase(Phase.JOINING)
             if not dist.is_initialized():
                 store, self._hosts = join(
-                    rank=self.global_rank,
+                    rank=rank,
                     world_size=self.world_size,
                     address=self.cluster_environment.main_address,
                     port=self.cluster_environment.main_port,
@@ -188,12 +189,20 @@ class RanksStrategy(ParallelStrategy):
                 )
                 if len(set(self._hosts.values())) > 1:
                     self._heartbeat.others(by_host(self._hosts))
+                if compares:
+                    gpus = ranks_gpus(store, device, rank=rank, world_size=self.world_size)
+                    self._gpu_backend = gpu_backend(gpus, rank=rank)
+                # The default group serves Lightning's own object broadcasts; ours are made from it.
+                backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
                 timeout = timedelta(seconds=self._options.timeout_s)
                 with nullcontext() if self._watched else speak_once().outermost():
                     _init_dist_connection(
                         self.cluster_environment, backend, timeout=timeout, store=store
                     )
                 self._speak(store)
+            elif compares:
+                gpus = everybody().everyone(uuid_of(device))
+                self._gpu_backend = gpu_backend(gpus, rank=rank)
             _pause_at_exit()
             self._heartbeat.phase(Phase.SETTING_UP)
             self._world = dist.group.WORLD
@@ -210,11 +219,12 @@ class RanksStrategy(ParallelStrategy):
 
     @property
     def backend(self) -> Backend:
+        """How tensors travel between ranks; ``auto`` is settled in ``setup_environment``."""
         if self._options.backend != "auto":
             return self._options.backend
         if self.root_device.type == "cpu":
             return "shared"
-        return "staged" if self.num_processes > len(self._parallel_devices or []) else "nccl"
+        return self._gpu_backend
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Plain data and tensors, see ``Exchange``; the base would unpickle what is sent."""

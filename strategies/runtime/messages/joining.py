@@ -1,19 +1,25 @@
 """How ranks find each other: a store, a roll call that names who is missing, and then the groups.
 
 torch's own rendezvous says how many ranks have come, not which; and of a taken port, that it is.
+What decides the groups' backend is compared over the store, too: there is no group yet.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from strategies.errors import PlanError, RunError, by_host, name_ranks
+from strategies.plan import Backend
+
+_log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 
@@ -58,6 +64,34 @@ def join(
             time.sleep(_LOOK_S)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store, _hosts(store, range(world_size))
+
+
+def ranks_gpus(store: Store, device: torch.device, *, rank: int, world_size: int) -> list[str]:
+    """Each rank's GPU, by its UUID, before ranks have a group."""
+    store.set(f"gpu/{rank}", uuid_of(device))
+    return [store.get(f"gpu/{other}").decode() for other in range(world_size)]
+
+
+def uuid_of(device: torch.device) -> str:
+    """Tells GPUs apart; where each process sees one GPU, all of them are ``cuda:0``."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def gpu_backend(gpus: Sequence[str], *, rank: int) -> Backend:
+    """What ``backend=auto`` takes for ranks on these GPUs: NCCL refuses two ranks on one."""
+    count, different = len(gpus), len(set(gpus))
+    if count == different:
+        _log.info("backend=auto: nccl, because %d ranks have a GPU each.", count)
+        return "nccl"
+    if rank == 0:
+        _log.warning(
+            "backend=auto: staged (gloo through host memory), because %d ranks share %d GPU%s and "
+            "NCCL needs a GPU per rank.",
+            count,
+            different,
+            "s" * (different > 1),
+        )
+    return "staged"
 
 
 def _reach(rank: int, address: str, port: int, timeout_s: float) -> None:

@@ -6,12 +6,14 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from launcher.processes.store import store_served
 from strategies.errors import PlanError, RunError
-from strategies.runtime.messages.joining import join
+from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus
 
 HOST = socket.gethostname()
 
@@ -99,3 +101,35 @@ def test_a_store_that_the_parent_keeps_is_used(monkeypatch, port):
         store, hosts = joined(0, there, world_size=1, timeout_s=5)
         store.set("word", "spoken")
         assert hosts == {0: HOST}
+
+
+# --------------------------------------------------------------------- GPUs and the backend of auto
+
+
+def test_ranks_compare_the_gpus_that_they_see_by_uuid(port, monkeypatch):
+    # Each process sees one GPU and calls it cuda:0.
+    gpus = {"MainThread": "GPU-a", "other": "GPU-b"}
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=gpus[threading.current_thread().name]),
+    )
+    found = {}
+
+    def come(rank: int) -> None:
+        store, _ = joined(rank, port, world_size=2, timeout_s=120)
+        found[rank] = ranks_gpus(store, torch.device("cuda", 0), rank=rank, world_size=2)
+
+    other = threading.Thread(target=come, args=(1,), name="other")
+    other.start()
+    come(0)
+    other.join()
+    assert found == {0: ["GPU-a", "GPU-b"], 1: ["GPU-a", "GPU-b"]}
+
+
+def test_only_ranks_that_share_a_gpu_talk_through_host_memory(caplog):
+    assert gpu_backend(["GPU-a", "GPU-b"], rank=0) == "nccl"
+    assert not caplog.text
+    assert {gpu_backend(["GPU-a", "GPU-b", "GPU-a"], rank=rank) for rank in range(3)} == {"staged"}
+    told = "staged (gloo through host memory), because 3 ranks share 2 GPUs and NCCL needs"
+    assert caplog.text.count(told) == 1
