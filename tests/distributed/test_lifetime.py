@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
@@ -35,26 +38,33 @@ def _fit(strategy: PipelineStrategy, model: Learner, *, times: int = 1) -> None:
         trainer.fit(model, DataLoader(Sentences(16), batch_size=8))
 
 
-def what_is_left(schedule: str, times: int) -> list[tuple[int, int, bool]]:
-    """(threads of Python, open files, engine gone) after each of several trainings."""
-    found = []
-    for _ in range(times):
-        strategy = PipelineStrategy(pp=2, schedule=schedule, num_microbatches=4, timeout_s=60)
-        _fit(strategy, Learner(small_shape()))
-        engine = weakref.ref(strategy.engine)
-        del strategy
-        gc.collect()
-        # The message thread ends by itself once nobody can give it a message.
-        for thread in threading.enumerate():
-            if thread.name == "messages":
-                thread.join(10)
-        files = len(list(Path("/proc/self/fd").iterdir()))
-        found.append((threading.active_count(), files, engine() is None))
-    return found
+def what_is_left(schedule: str, times: int, mixed: bool) -> list[tuple[int, int, bool]]:
+    """(threads of Python, open files, engine gone) after each of several trainings.
+
+    With ``mixed`` groups pass for such of NCCL and gloo, which are given back otherwise.
+    """
+    mixture = mock.patch.object(dist, "get_backend", lambda _=None: "cpu:gloo,cuda:nccl")
+    with mixture if mixed else contextlib.nullcontext():
+        return [_left(schedule) for _ in range(times)]
 
 
-def test_nothing_is_left_of_a_training(ranks: Callable[[int], Ranks]) -> None:
-    for found in ranks(2).run(what_is_left, schedule="1f1b", times=3):
+def _left(schedule: str) -> tuple[int, int, bool]:
+    strategy = PipelineStrategy(pp=2, schedule=schedule, num_microbatches=4, timeout_s=60)
+    _fit(strategy, Learner(small_shape()))
+    engine = weakref.ref(strategy.engine)
+    del strategy
+    gc.collect()
+    # The message thread ends by itself once nobody can give it a message.
+    for thread in threading.enumerate():
+        if thread.name == "messages":
+            thread.join(10)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return threading.active_count(), files, engine() is None
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["gloo", "nccl beside gloo"])
+def test_nothing_is_left_of_a_training(ranks: Callable[[int], Ranks], mixed: bool) -> None:
+    for found in ranks(2).run(what_is_left, schedule="1f1b", times=3, mixed=mixed):
         assert all(gone for _, _, gone in found)
         assert found[0] == found[1] == found[2]
 

@@ -28,7 +28,12 @@ from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_exper
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus, uuid_of
-from strategies.runtime.messages.mesh import Communicators, Coordinates, check_world
+from strategies.runtime.messages.mesh import (
+    Communicators,
+    Coordinates,
+    abort_nccl,
+    check_world,
+)
 
 _LAST_PAUSE_S = 0.05
 
@@ -293,10 +298,11 @@ def _refuse_crowd(world_size: int, here: int) -> None:
 
 @cache
 def _pause_at_exit() -> None:
-    """Lets this process end a moment later, once.
+    """Lets this process end a moment later, once, and then without NCCL's communicators.
 
     Gloo's threads drop the tensors of the last messages, for which they need Python's lock. One
     that asks for it while Python ends takes the process with it ("terminate called without an
     active exception", SIGABRT).
     """
-    atexit.register(time.sleep, _LAST_PAUSE_S)
+    atexit.register(abort_nccl)
+    atexit.register(time.sleep, _LAST_PAUSE_S)  # is called first

@@ -139,9 +139,9 @@ class Communicators:
     _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Each gloo group has sockets and threads; a process may train more than once. At the
-        # process's end its peers may be gone, so nothing is done there.
-        weakref.finalize(self, _destroy_gloo, self._groups).atexit = False
+        # A gloo group has sockets and threads, one of NCCL device memory and threads; a process may
+        # train more than once. What is left at the process's end, ``abort_nccl`` sees to.
+        weakref.finalize(self, _give_back, self._groups).atexit = False
 
     def create(
         self,
@@ -221,12 +221,33 @@ def _one_loop() -> Iterator[None]:
         distributed_c10d.ProcessGroupGloo = gloo  # type: ignore[misc]
 
 
-def _destroy_gloo(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
-    """Gives back what no other process has to take part in."""
+def _give_back(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
+    """Gives groups back without the other processes, which come to that at times of their own."""
     for group in groups.values() if dist.is_initialized() else ():
-        if dist.get_rank(group) >= 0 and dist.get_backend(group) == "gloo":
+        if dist.get_rank(group) < 0:
+            continue
+        if dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
+        else:
+            # To destroy a communicator of NCCL, all its ranks of a machine have to do it at once.
+            distributed_c10d._abort_process_group(group)
     groups.clear()
+
+
+def abort_nccl() -> None:
+    """Gives NCCL's communicators back, where the process ends and others may have ended before.
+
+    Else torch warns that they are still there, and their destructors may wait for a peer.
+    """
+    if not (dist.is_initialized() and dist.is_nccl_available()):
+        return
+    for group in list(distributed_c10d._world.pg_map):
+        try:
+            backend: Any = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue  # of host memory alone
+        if isinstance(backend, dist.ProcessGroupNCCL):
+            backend.abort()
 
 
 Wanted = list[tuple[str, tuple[int, ...]]]

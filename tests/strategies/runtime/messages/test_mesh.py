@@ -1,9 +1,13 @@
 """Where processes stand: tp innermost, pp outermost."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from strategies.errors import PlanError
-from strategies.runtime.messages.mesh import Coordinates, check_world, exchange_groups
+from strategies.runtime.messages.mesh import Coordinates, abort_nccl, check_world, exchange_groups
 
 
 def test_ranks_and_coordinates_are_inverse():
@@ -55,3 +59,29 @@ def test_a_world_that_the_degrees_do_not_fill_is_refused():
         check_world(pp=2, dp=1, tp=2, world_size=6)
     with pytest.raises(PlanError, match=r"pp=2 times dp=2 is 4 .* Try devices=4, or dp=3\."):
         check_world(pp=2, dp=2, world_size=6)
+
+
+def test_at_the_end_only_communicators_of_nccl_are_aborted(monkeypatch):
+    class Nccl:
+        aborted = 0
+
+        def abort(self):
+            self.aborted += 1
+
+    class Group:
+        def __init__(self, backend):
+            self._backend = backend
+
+        def _get_backend(self, device):
+            if self._backend is None:
+                raise RuntimeError(f"No backend type associated with device type {device.type}")
+            return self._backend
+
+    device, host = Nccl(), SimpleNamespace()  # gloo serves both kinds of memory
+    groups = [Group(device), Group(host), Group(None)]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
+    abort_nccl()
+    assert device.aborted == 1
