@@ -175,15 +175,23 @@ class RankWeights(RankSetup):
         """Whether the update may be made before its verdict: somebody is asked, and all is calm."""
         return self.late.calm and not self._flush.alone
 
-    def go_on(self, optimizer: torch.optim.Optimizer, *, limit: float | None, step: int) -> None:
+    def go_on(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        limit: float | None,
+        step: int,
+        unchanged: bool = False,
+    ) -> None:
         """Asks for the verdict on the update that the caller makes now; collective, nobody waits.
 
         Args:
             optimizer: What makes it.
             limit: What the norm is to be clipped to; None to leave out only what is not finite.
             step: Its number, for ``late.left_out``.
+            unchanged: Whether gradients are as the flush has left them.
         """
-        self.late.begin(self._flush.ask(limit), optimizer, step=step)
+        self.late.begin(self._flush.ask(limit, unchanged=unchanged), optimizer, step=step)
 
     def _confirm(self) -> None:
         """At the cut: the weights are right, or nobody goes on."""
@@ -236,8 +244,9 @@ class RankWeights(RankSetup):
             self.mains.updated()
         self._end_step()
 
-    def gradient_norm(self) -> Tensor:
-        return self._flush.gradient_norm()
+    def gradient_norm(self, *, unchanged: bool = False) -> Tensor:
+        """Of all gradients; ``unchanged``: they are as the flush has left them."""
+        return self._flush.gradient_norm(unchanged=unchanged)
 
     @property
     def norm_waits_s(self) -> deque[float]:

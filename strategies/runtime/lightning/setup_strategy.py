@@ -320,6 +320,7 @@ class SetupStrategy(UpdatingStrategy):
         if self._asks_early(trainer):
             limit = trainer.gradient_clip_val if self._clips_by_norm else None
             self.engine.ask_early(None if limit is None else float(limit))
+        self._unchanged = self._leaves_gradients(trainer)
         self._late = self._goes_on_late(trainer)
         if self._late and not any(isinstance(c, ConfirmedWeights) for c in callbacks):
             callbacks.insert(0, ConfirmedWeights(lambda: self.engine.complete()))

@@ -132,6 +132,7 @@ class UpdatingStrategy(CheckpointingStrategy):
         self._loop: StreamLoop | None = None  # of a schedule without a flush
         self._last_norm: Tensor | None = None
         self._late = False  # whether updates are made before their verdict
+        self._unchanged = False  # whether gradients are clipped as the flush has left them
         self._hooks: ParameterHooks | None = None
         self._own_backward: OwnBackward | None = None
 
@@ -164,6 +165,13 @@ class UpdatingStrategy(CheckpointingStrategy):
             return False
         together = self._plan.schedule != "pipedream" or self._plan.vertical_sync
         return together and not changes_gradients(trainer, self.lightning_module)
+
+    def _leaves_gradients(self, trainer: pl.Trainer) -> bool:
+        """Whether nothing changes gradients between the flush and the clipping."""
+        module = self.lightning_module
+        assert module is not None
+        hooked = self.looks_after_backward or changes_gradients(trainer, module)
+        return not hooked and self._scaler is None
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
@@ -321,8 +329,12 @@ class UpdatingStrategy(CheckpointingStrategy):
             late = self.engine.late
             if self._late and self._clips_by_norm and self.engine.may_go_on:
                 step = int(self._trainer.global_step)
-                self.engine.go_on(optimizer, limit=float(clip_val), step=step)
+                self.engine.go_on(
+                    optimizer, limit=float(clip_val), step=step, unchanged=self._unchanged
+                )
                 return
+            if self._last_norm is None and self._unchanged:
+                self._last_norm = self.engine.gradient_norm(unchanged=True)
             norm = self.gradient_norm()
             late.waited(struck=not bool(norm <= float(clip_val)))
             if self._looks and self._clips_by_norm and not bool(torch.isfinite(norm)):

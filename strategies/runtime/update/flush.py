@@ -60,6 +60,8 @@ class Flush:
         self._loss_scale: Tensor | None = None
         self._flushed_at: Any = None
         self._norm: Fetch | None = None
+        # The squared norm of the gradients as this flush has left them, for whoever clips first.
+        self._squared: Tensor | None = None
         self._norm_to_share = False
         self._norm_work: dist.Work | None = None
         self._asked: deque[_Asked] = deque()  # of updates that are not due yet
@@ -99,6 +101,7 @@ class Flush:
             self._norm, self._norm_work = asked.norm, asked.norm_work
             self._norm_to_share, self._not_finite = asked.norm_to_share, asked.not_finite
             self._question = asked.question
+            self._squared = None
             self._gradients.end()  # What counts on another rank.
             self._gradients.show()
         else:
@@ -128,7 +131,8 @@ class Flush:
         kept_too = self._norm_to_share, self._not_finite, self._flushed_at
         self._gradients = gradients
         self._end(early=True)
-        question = self.ask(limit, group=group)
+        question = self.ask(limit, group=group, unchanged=True)
+        self._squared = None
         self._asked.append(
             _Asked(
                 gradients, self._norm, self._norm_work, self._norm_to_share,
@@ -145,9 +149,11 @@ class Flush:
 
     def _note_norm(self) -> None:
         """Keeps the norm for the next step's message; replicas' shares are added on the way."""
-        norm = self._local_squared_norm()
-        if self._loss_scale is not None:
-            norm = norm / self._loss_scale.double().square()
+        squared = self._local_squared_norm()
+        self._squared = squared
+        # The next step's message adds replicas' shares to its own, in place.
+        scale = self._loss_scale
+        norm = squared.clone() if scale is None else squared / scale.double().square()
         self._norm = Fetch(norm)
         if self._parts.watch is not None:
             self._not_finite = self._sees_not_finite()
@@ -178,17 +184,24 @@ class Flush:
             self._norm_work = None
         return float(self._norm.tensor())
 
-    def gradient_norm(self, only: Collection[int] | None = None) -> Tensor:
+    def _squared_norm(self, only: Collection[int] | None, *, unchanged: bool) -> Tensor:
+        """As ``_local_squared_norm``; with ``unchanged`` what the flush has computed, once."""
+        noted, self._squared = self._squared, None
+        return noted if unchanged and noted is not None else self._local_squared_norm(only)
+
+    def gradient_norm(
+        self, only: Collection[int] | None = None, *, unchanged: bool = False
+    ) -> Tensor:
         """2-norm of the whole model's gradient, a float64 scalar, equal on all ranks.
 
         Collective over the replica, with sharded weights or experts that are spread over all
         processes. Weights that several ranks hold count once. It is on the host where ranks have
         talked about it. ``only`` are the identities of the parameters that count on this rank; None
-        for all.
+        for all. ``unchanged``: all gradients are as the flush has left them.
         """
         if only is None and self._question is not None and self._question.limit is not None:
             return self._answer()
-        total = self._local_squared_norm(only)
+        total = self._squared_norm(only, unchanged=unchanged)
         if self._not_finite:
             total = torch.full_like(total, math.nan)  # also for a loss
         group = self._update_group()
@@ -211,10 +224,17 @@ class Flush:
         self._flushed_at = self._parts.recorder.stamp()  # The update begins after that wait.
         return answer
 
-    def ask(self, limit: float | None, *, group: dist.ProcessGroup | None = None) -> Question:
+    def ask(
+        self,
+        limit: float | None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        unchanged: bool = False,
+    ) -> Question:
         """Starts to put the norm together, or the flag of ``leaves_out`` without a limit.
 
-        Collective as they are; nobody waits here. There is somebody to ask.
+        Collective as they are, ``unchanged`` as in ``gradient_norm``; nobody waits here. There is
+        somebody to ask.
         """
         group = group or self._update_group()
         assert group is not None
@@ -224,7 +244,7 @@ class Flush:
                 dist.ReduceOp.MAX,
             )
         else:
-            value, op = self._local_squared_norm(), dist.ReduceOp.SUM
+            value, op = self._squared_norm(None, unchanged=unchanged), dist.ReduceOp.SUM
             value = torch.full_like(value, math.nan) if self._not_finite else value
         value = value.cpu()
         work = dist.all_reduce(value, op=op, group=group, async_op=True)

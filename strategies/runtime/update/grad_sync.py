@@ -420,7 +420,11 @@ def adopt_gradient(parameter: nn.Parameter, view: Tensor) -> None:
 def clip_(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scales gradients by limit / norm where that is below one, as torch's own clipping does."""
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            # A scalar of the host goes with the kernel: a copy of it would wait for the device.
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        if (grad := parameter.grad) is not None:
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (_, dtype), grads in alike.items():
+        scalar = factor.to(dtype)
+        # A number of the host goes with the kernels: a copy of it would wait for the device.
+        torch._foreach_mul_(grads, scalar if scalar.is_cuda else scalar.item())

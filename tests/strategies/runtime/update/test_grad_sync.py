@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from strategies.runtime.update.grad_sync import StageGradients
+from strategies.runtime.update.grad_sync import StageGradients, clip_
 from strategies.runtime.update.gradient_layout import FlatLayout
 from strategies.runtime.update.main_weights import MainWeights
+from tests.emulated_device import CUDA, emulated_device
 
 
 def accumulate(parameter, gradient, times):
@@ -255,3 +257,22 @@ def test_short_gradients_are_summed_in_buffers_wherever_they_may_lie(dtype):
     accumulate(weight, torch.ones(2, dtype=dtype), 3)
     assert weight.grad is None
     assert gradients.buffers[0].flat[:2].tolist() == [3.0, 3.0]
+
+
+def test_clipping_scales_all_gradients_of_a_type_at_once_and_waits_for_nothing():
+    multiply = mock.Mock(side_effect=torch._foreach_mul_)
+    with emulated_device() as device, mock.patch.object(torch, "_foreach_mul_", multiply):
+        for place, calls in (("cpu", 2), ("cuda", 4)):
+            weights = [
+                nn.Parameter(torch.ones(2, dtype=dtype).to(CUDA))
+                for dtype in (torch.float32, torch.float64, torch.float32)
+            ]
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 8.0)
+            norm = torch.tensor(4.0, dtype=torch.float64).to(place)
+            waited = device.default.done_by.total()
+            clip_([*weights, nn.Parameter(torch.ones(1))], norm, 1.0)  # one has no gradient
+            assert device.default.done_by.total() == waited
+            assert multiply.call_count == calls
+            for weight in weights:
+                assert weight.grad.tolist() == pytest.approx([2.0, 2.0])
