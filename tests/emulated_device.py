@@ -122,17 +122,22 @@ class EmulatedDevice:
     Attributes:
         default: The stream of whoever has chosen none; all threads share it.
         pinned_bytes: Host memory asked for with ``pin_memory=True``.
+        peak_bytes: What its allocator calls its peak.
     """
 
     def __init__(self) -> None:
         self.default = Stream()
         self.pinned_bytes = 0
+        self.peak_bytes = 1
         self.groups: dict[object, ThreadPoolExecutor] = {}
         self._chosen = threading.local()
 
     @property
     def current(self) -> Stream:
         return getattr(self._chosen, "stream", None) or self.default
+
+    def forget_peak(self, _: object = None) -> None:
+        self.peak_bytes = 1
 
     @contextlib.contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
@@ -165,7 +170,8 @@ def emulated_device() -> Iterator[EmulatedDevice]:
                 current_stream=current_stream,
                 stream=device.stream,
                 synchronize=lambda _=None: device.default.synchronize(),
-                max_memory_allocated=lambda _=None: 1,
+                max_memory_allocated=lambda _=None: device.peak_bytes,
+                reset_peak_memory_stats=device.forget_peak,
             ),
             mock.patch.object(dist, "all_reduce", partial(_collective, dist.all_reduce)),
             mock.patch.object(dist, "broadcast", partial(_collective, dist.broadcast)),

@@ -312,6 +312,7 @@ class _Closing(Callback):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        # Of a rank on CPU: the model is made before the engine.
         self._memory = MemoryUse(torch.device("cpu"))
         self.timeline: Timeline | None = None
         self.peaks: list[int] = []
@@ -322,8 +323,8 @@ class _Closing(Callback):
         """Collective."""
         self.timeline = pipeline(trainer).measured_timeline()
         waits = pipeline(trainer).engine.norm_waits_s
-        device = pipeline(trainer).root_device
-        memory = self._memory if device.type == "cpu" else MemoryUse(device)
+        on_cpu = pipeline(trainer).root_device.type == "cpu"
+        memory = self._memory if on_cpu else pipeline(trainer).engine.memory
         own = (memory.peak_bytes(), statistics.median(waits) if waits else None)
         gathered = everybody().everyone(own)
         # Per pipeline rank, the largest of its replicas and sharers.

@@ -449,7 +449,7 @@ class RankPasses(RankWeights):
             busy_s=spans.busy,
             computed=spans.computed,
             reduced=spans.reduced,
-            peak_bytes=self._memory.peak_bytes(),
+            peak_bytes=self.memory.peak_bytes(),
         )
 
     def _note(self, said: Sequence[Sequence[Any] | None]) -> None:

@@ -90,7 +90,7 @@ class RankSetup:
         self._narrow = options.sum_dtype == "bf16"
         self.coordinates = coordinates
         self.device = device
-        self._memory = MemoryUse(device)
+        self.memory = MemoryUse(device)
         self.placement = resolve_placement(plan)
         self.owned = self.placement.stages_of(coordinates.pp_rank)
         self.communicators = Communicators(coordinates)

@@ -169,7 +169,8 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 class MemoryUse:
     """Peak of one rank since this object was made.
 
-    On a GPU the peak of torch's allocator on that device (other processes on it do not count). On a
+    On a GPU the peak of torch's allocator on that device (other processes on it do not count),
+    which starts again here: an earlier training of this process may have had a higher one. On a
     CPU, where tensors share the heap with everything else, by how much the process's largest
     resident size has grown: the interpreter and its libraries do not count, pages that were given
     back still do.
@@ -177,7 +178,11 @@ class MemoryUse:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0 if device.type == "cuda" else _largest_resident()
+        self._before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._before = _largest_resident()
 
     @property
     def kind(self) -> Literal["allocator_peak", "resident_growth"]:

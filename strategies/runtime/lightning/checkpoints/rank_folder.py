@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from strategies.errors import CheckpointError, DamagedCheckpointError
 from strategies.manifest import committed, find_damage, read_manifest
+from strategies.models.state import cuda_is_used
 from strategies.runtime.lightning.checkpoints.stock_file import (
     HYPER_PARAMETERS,
     RANDOM,
@@ -269,7 +270,8 @@ def random_state() -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
     }
-    if torch.cuda.is_available():
+    # A GPU that the training does not use must not be started, in every rank, by a checkpoint.
+    if cuda_is_used():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -283,5 +285,5 @@ def set_random_state(checkpoint: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and cuda_is_used():
         torch.cuda.set_rng_state(state["cuda"])

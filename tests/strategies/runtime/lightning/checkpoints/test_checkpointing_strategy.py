@@ -12,6 +12,8 @@ import torch
 
 from strategies.errors import CheckpointError
 from strategies.runtime.lightning.checkpoints import checkpointing_strategy
+from strategies.runtime.lightning.checkpoints.rank_folder import random_state, set_random_state
+from strategies.runtime.lightning.checkpoints.stock_file import RANDOM
 from strategies.runtime.storage.part import flatten, unflatten
 
 
@@ -61,3 +63,12 @@ def test_tensors_come_back_by_reference() -> None:
 def test_an_object_is_refused_by_its_place() -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint\.callbacks\.mine\[1\] is a object"):
         flatten({"callbacks": {"mine": [0, object()]}})
+
+
+def test_a_gpu_that_a_training_does_not_use_is_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("CUDA was started"))
+    state = random_state()
+    assert "cuda" not in state
+    set_random_state({RANDOM: {**state, "cuda": torch.zeros(16, dtype=torch.uint8)}})
