@@ -304,12 +304,13 @@ class RankSetup:
             raise refused
 
     def _create_groups(self, *, shards: bool) -> None:
+        ordered = self.options.backend == "nccl"
         wanted = mesh.running_groups(
             self.coordinates,
             self.placement,
             self._weights.shared.values(),
             shards=shards,
-            pairs=self.options.backend == "nccl",
+            pairs=mesh.neighbours(self.placement, self.model.skips) if ordered else (),
         )
         if not schedule_of(self.plan).synchronous:
             wanted += mesh.verdict_groups(self.coordinates)

@@ -291,20 +291,33 @@ def expert_groups(where: Coordinates, placement: Placement, *, shards: bool) -> 
     return wanted
 
 
+def neighbours(
+    placement: Placement, skips: Iterable[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Ordered pairs of pipeline ranks between which tensors travel, in both directions.
+
+    Those of stages that follow each other, or that a value ``skips`` to. NCCL keeps a communicator
+    with a thread for each, so other pairs get none.
+    """
+    links = [*((stage, stage + 1) for stage in range(placement.num_stages - 1)), *skips]
+    ends = {(copy[a], copy[b]) for copy in placement.copies for a, b in links}
+    return tuple(sorted({pair for a, b in ends if a != b for pair in ((a, b), (b, a))}))
+
+
 def running_groups(
     where: Coordinates,
     placement: Placement,
     shared: Iterable[tuple[int, ...]],
     *,
     shards: bool,
-    pairs: bool,
+    pairs: Iterable[tuple[int, int]] = (),
 ) -> Wanted:
     """All groups that any rank's program needs.
 
-    Per weight that several stages use, ``shared`` has those stages. With ``pairs`` every ordered
-    pair of a pipeline's ranks talks in a group of its own.
+    Per weight that several stages use, ``shared`` has those stages. Each of the ordered ``pairs``
+    of pipeline ranks gets a group of its own.
     """
-    shared = tuple(shared)
+    shared, pairs = tuple(shared), tuple(pairs)
     wanted: Wanted = [("control", where.replica(replica)) for replica in range(where.dp)]
     if shards or where.dp > 1:
         wanted.append(("control", tuple(range(where.world_size))))
@@ -312,9 +325,7 @@ def running_groups(
         for replica in range(where.dp):
             pipeline = where.pipeline(replica, sharer)
             wanted.append(("messages", pipeline))
-            if pairs:
-                ordered = ((a, b) for a in pipeline for b in pipeline if a != b)
-                wanted += [("messages", pair) for pair in ordered]
+            wanted += [("messages", (pipeline[a], pipeline[b])) for a, b in pairs]
         for stage in range(placement.num_stages):
             owners = where.replicas(placement.owners(stage), sharer)
             wanted.append(("reduce", owners))

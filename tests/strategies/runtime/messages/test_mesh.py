@@ -6,8 +6,18 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from strategies.compiler import compile_plan
 from strategies.errors import PlanError
-from strategies.runtime.messages.mesh import Coordinates, abort_nccl, check_world, exchange_groups
+from strategies.ir.kinds import Kind
+from strategies.plan import Plan
+from strategies.runtime.messages.mesh import (
+    Coordinates,
+    abort_nccl,
+    check_world,
+    exchange_groups,
+    neighbours,
+    running_groups,
+)
 
 
 def test_ranks_and_coordinates_are_inverse():
@@ -85,3 +95,33 @@ def test_at_the_end_only_communicators_of_nccl_are_aborted(monkeypatch):
     monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=dict.fromkeys(groups)))
     abort_nccl()
     assert device.aborted == 1
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(schedule="1f1b", pp=4, num_microbatches=4),
+        Plan(schedule="interleaved_1f1b", pp=4, num_microbatches=4, stages_per_rank=2),
+        Plan(schedule="zb_v", pp=4, num_microbatches=4, stages_per_rank=2),
+        Plan(schedule="chimera", pp=4, num_microbatches=4),
+        Plan(schedule="1f1b", pp=4, num_microbatches=4, skips=((0, 2), (0, 3))),
+    ],
+    ids=lambda plan: plan.schedule + (" with skips" if plan.skips else ""),
+)
+def test_the_pairs_that_get_a_communicator_are_those_that_send(plan):
+    program = compile_plan(plan).train
+    sent = {
+        (rank, program.placement.rank_of(item.peer, item.microbatch))
+        for rank, row in enumerate(program.ranks)
+        for item in row
+        if item.kind is Kind.SEND
+    }
+    assert sent and neighbours(program.placement, plan.skips) == tuple(sorted(sent))
+
+
+def test_each_pipeline_has_communicators_of_its_own_for_its_pairs():
+    where = Coordinates.of(0, pp=3, dp=2)
+    placement = compile_plan(Plan(schedule="1f1b", pp=3, num_microbatches=3)).train.placement
+    wanted = running_groups(where, placement, (), shards=False, pairs=neighbours(placement, ()))
+    pairs = [ranks for purpose, ranks in wanted if purpose == "messages" and len(ranks) == 2]
+    assert pairs == [(0, 2), (2, 0), (2, 4), (4, 2), (1, 3), (3, 1), (3, 5), (5, 3)]
