@@ -3,7 +3,8 @@
 On CPU the clock is the host's. On CUDA, events on the compute stream are recorded and read when the
 timeline is asked for, so that recording never waits for the device's work. At each step an event
 on a stream with nothing before it, whose end the host sees at once, says how the two clocks differ:
-the device may be far behind the host, and what gloo reduces ends on the host's clock.
+the device may be far behind the host, and what gloo reduces ends on the host's clock. Events of a
+step that nobody can read any more are recorded again in a later one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,10 +82,11 @@ class Recorder:
     current: StepRecord | None = None
     _side: Any = None
     _idle: Any = None
+    _free: list[Any] = field(default_factory=list)  # events to be recorded again
 
     @property
     def stamp(self) -> Callable[[], Any]:
-        return _cuda_stamp if self.device.type == "cuda" else time.perf_counter
+        return self._cuda_stamp if self.device.type == "cuda" else time.perf_counter
 
     def begin(self, step: int, program: Program, place: Place | None = None) -> StepRecord:
         length = len(program.ranks[self.rank])
@@ -91,15 +94,25 @@ class Recorder:
             step, program, [0.0] * length, [0.0] * length, time.perf_counter(), place=place
         )
         if self.device.type == "cuda":
-            self.current.anchor = self._anchor()
+            record = self.current
+            record.anchor = self._anchor()
+            # The record owns its events: whoever keeps it may read them as long as that.
+            stamps = (record.start, record.end, [record.anchor.event])
+            weakref.finalize(record, _take_back, self._free, *stamps).atexit = False
         return self.current
+
+    def _cuda_stamp(self) -> Any:
+        make: Any = torch.cuda.Event  # Untyped in torch.
+        event = self._free.pop() if self._free else make(enable_timing=True)
+        event.record()
+        return event
 
     def _anchor(self) -> Anchor:
         if self._idle is None:
             self._idle = _cuda_stream(self.device)
         with torch.cuda.stream(self._idle):
             before = time.perf_counter()
-            event = _cuda_stamp()
+            event = self._cuda_stamp()
             event.synchronize()
             return Anchor(event, (before + time.perf_counter()) / 2)
 
@@ -126,10 +139,14 @@ class Recorder:
             return
         if self._side is None:
             self._side = _cuda_stream(self.device)
-        # A stream of its own waits for the collective's, so that compute does not.
+        # A stream of its own waits for the collective's, so that compute does not. The first wait()
+        # makes torch let go of the tensors that the collective uses, and this is the first. Until
+        # the compute stream has waited, too, whoever has started the collective must hold them:
+        # ``Reduction`` (``_sent``, ``_result``), ``_Way.sent``, ``MainWeights._sources``. If one is
+        # freed earlier, the compute stream may write to its memory meanwhile.
         with torch.cuda.stream(self._side):
             work.wait()
-            record.end[place] = _cuda_stamp()
+            record.end[place] = self._cuda_stamp()
 
     def seconds(self, record: StepRecord) -> tuple[list[float], list[float]]:
         """A step's stamps on the host clock (on CUDA waits for that step, not for the device)."""
@@ -168,11 +185,9 @@ def _cuda_stream(device: torch.device) -> Any:
     return make(device)
 
 
-def _cuda_stamp() -> Any:
-    make: Any = torch.cuda.Event  # Untyped in torch.
-    event = make(enable_timing=True)
-    event.record()
-    return event
+def _take_back(free: list[Any], *stamps: list[Any]) -> None:
+    """Of a record that has gone; an event may be the end of one instruction and another's start."""
+    free += {id(s): s for each in stamps for s in each if not isinstance(s, float)}.values()
 
 
 class RankStep(NamedTuple):

@@ -317,7 +317,9 @@ class Flush:
             row = record.program.ranks[self._where.pp_rank]
             ended = recorder.stamp()
             # One optimizer steps all stages of a rank at once: the first STEP carries its time.
-            started = self._flushed_at
+            # An event is one record's.
+            started, self._flushed_at = self._flushed_at, None
+            started = ended if started is None else started
             for place, item in enumerate(row):
                 if item.kind is Kind.STEP:
                     record.start[place], record.end[place] = started, ended

@@ -12,7 +12,7 @@ import torch
 from strategies.compiler import compile_plan
 from strategies.plan import Plan
 from strategies.runtime.step.recorder import Anchor, RankStep, Recorder, joined_stats
-from tests.emulated_device import CUDA, emulated_device
+from tests.emulated_device import CUDA, Event, emulated_device
 
 
 @dataclass
@@ -96,6 +96,38 @@ def test_a_collective_of_the_device_is_stamped_without_waiting_for_it():
         assert not any(device.default.done_by.values())
         record.end[0].synchronize()
         assert ended.query()
+
+
+def test_events_are_recorded_again_when_their_step_has_gone():
+    program = compile_plan(Plan(schedule="1f1b", pp=1, num_microbatches=2)).train
+    length = len(program.ranks[0])
+    made = 0
+
+    class Counted(Event):
+        def __init__(self, **options):
+            nonlocal made
+            made += 1
+            super().__init__(**options)
+
+    with emulated_device(), mock.patch.object(torch.cuda, "Event", Counted):
+        recorder = Recorder(0, CUDA)
+
+        def step(number):
+            record = recorder.begin(number, program)
+            for place in range(length):
+                # One instruction's end is the next one's start, and shared by both.
+                record.start[place] = record.end[place - 1] if place else recorder.stamp()
+                record.end[place] = recorder.stamp()
+            recorder.finish()
+            return record
+
+        looked_at = step(0)
+        shown = recorder.seconds(looked_at)
+        for number in range(1, 100):
+            step(number)
+        # As many as the steps have that are kept, the one that runs and the one that is looked at.
+        assert made == (recorder.kept.maxlen + 2) * (length + 2)
+        assert recorder.seconds(looked_at) == shown
 
 
 # -------------------------------------------------------------------------------------- step stats
