@@ -83,6 +83,8 @@ def optimizers_print(
     place = f"pipeline rank {pp_rank}" + (f", tp rank {tp_rank}" if tp_rank else "")
     for number, optimizer in enumerate(optimizers):
         for name, value in optimizer.defaults.items():
+            if name in _HOW:
+                continue  # follows from a rank's weights, which it may have none of
             found[f"{name} of optimizer {number}"] = _short(_number(value))
         for index, group in enumerate(optimizer.param_groups):
             shapes = [list(parameter.shape) for parameter in group["params"]]
@@ -108,6 +110,9 @@ def schedulers_print(schedulers: Sequence[Any]) -> dict[str, str]:
             found[f"{name} of {named}"] = _short(str(value))
     return found
 
+
+# How an optimizer computes its step, not what.
+_HOW = ("foreach", "fused")
 
 # What schedulers and callbacks change while a training goes on.
 _CHANGING = ("lr", "weight_decay", "momentum", "betas")

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from launcher.config.check import check
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.optimizer import Steering, build_optimizer, build_scheduler, lr_factor
 from strategies.errors import PlanError
+from tests.emulated_device import CUDA, emulated_device
 
 
 def test_only_weights_of_two_dimensions_or_more_decay():
@@ -115,3 +117,25 @@ def test_what_is_steered_moves_by_the_sign_of_its_gradient_alone(name):
         scheduler.step()
     assert bias.tolist() == [-0.5, 0.5, 0.0]
     assert not torch.equal(weight, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_weights_on_a_gpu_are_updated_by_a_fused_kernel_and_go_on_from_a_state_of_the_host(name):
+    def stepped(optimizer, parameter):
+        parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+        return parameter
+
+    host = nn.Parameter(torch.linspace(-1.0, 1.0, 6).view(2, 3))
+    on_host = build_optimizer([host], OptimizerConfig(name=name))
+    assert all(not group["fused"] for group in on_host.param_groups)
+    with emulated_device():
+        weight = nn.Parameter(host.detach().to(CUDA))
+        on_device = build_optimizer([weight], OptimizerConfig(name=name))
+        assert all(group["fused"] for group in on_device.param_groups)
+        # Lightning would refuse to clip what a scaler has scaled.
+        assert not getattr(on_device, "_step_supports_amp_scaling", False)
+        for _ in range(2):
+            found = stepped(on_device, weight).detach().cpu()
+            torch.testing.assert_close(found, stepped(on_host, host).detach())
+            on_device.load_state_dict(copy.deepcopy(on_host.state_dict()))
