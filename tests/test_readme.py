@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.processes.local import our_path
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 # Other pages' Python stands in files that their commands use (tests/documents/test_commands.py).
 PAGES = [README, README.parent / "docs" / "guides" / "lightning-module.md"]
@@ -51,7 +53,7 @@ def test_an_example_runs_as_it_is(block: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=150,

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from launcher.processes.local import our_path
 from launcher.processes.rank_server import ROOM_VARIABLE
 from launcher.rank import worker
 from launcher.rank.fork_server import serve
@@ -36,7 +37,7 @@ _NOT_KEPT = (
 def variables() -> dict[str, str]:
     """Ours, without what would reach an account of whoever runs the tests."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_KEPT)}
-    ours = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    ours = {"PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     # What is compiled once is so for all runs, each of which has a home of its own.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     return kept | ours | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}

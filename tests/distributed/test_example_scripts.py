@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from launcher.config import LaunchConfig
+from launcher.processes.local import our_path
 from launcher.resolve import resolve
 from strategies.analysis.timeline import Timeline
 from tests.distributed.pool import Ranks
@@ -204,12 +205,13 @@ def test_an_example_runs_as_it_is_typed(name: str, copy: Path) -> None:
     typed = [["bash", name]] if name.endswith(".sh") else [[sys.executable, name]]
     if name in COMMANDS and name.endswith(".py"):
         typed = [[sys.executable, "-m", "launcher", *words] for words in commands(copy / name)]
+    environment = {**os.environ, "PYTHONPATH": our_path(os.environ)}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for words in typed:
         done = subprocess.run(
             words,
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path},
+            env=environment | {"OMP_NUM_THREADS": "1", "PATH": path},
             capture_output=True,
             text=True,
             timeout=280,

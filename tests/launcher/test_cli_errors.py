@@ -19,7 +19,7 @@ from launcher.compose.option_groups import find_groups
 from launcher.config import LaunchConfig
 from launcher.config.foreign_words import MEANT_KEYS
 from launcher.config.key import describe, is_free, keys_of, typed
-from launcher.processes.local import our_python, rank_environment
+from launcher.processes.local import our_path, our_python, rank_environment
 from launcher.workloads.own_code import require_place
 from strategies.errors import ModelError, PlanError, RunError
 from tests.launcher.command_line import launch_here, run_here
@@ -33,7 +33,7 @@ def run_outside(words, folder: Path, **environment: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "launcher", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        env={**os.environ, "PYTHONPATH": our_path(os.environ), **environment},
         capture_output=True,
         text=True,
         timeout=60,

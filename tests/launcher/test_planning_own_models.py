@@ -18,6 +18,7 @@ from launcher.config.pipeline import PlannerConfig, RecomputeConfig
 from launcher.config.workload import ModelConfig
 from launcher.planning.question import question
 from launcher.planning.report import better_order, candidate_config
+from launcher.processes.local import our_path
 from launcher.resolve import resolve
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.memory import peak_memory_bytes
@@ -36,8 +37,6 @@ from strategies.planner.space import layouts
 from strategies.simulator.engine import simulate
 from tests.launcher.command_line import launch_here
 from tests.tiny_models import write_model
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGE = """
 import lightning.pytorch as pl
@@ -127,8 +126,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "XDG_CACHE_HOME": str(site / "cache"),
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join([our_path(os.environ), str(site)]),
+        "XDG_CACHE_HOME": str(site / "cache"),
+    }
     return subprocess.run(
         [sys.executable, "-m", "launcher", *words, f"hydra.run.dir={folder}"],
         env=environment,

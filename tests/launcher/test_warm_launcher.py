@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
 
 from tests.launcher.runs import Finished, launch
 from tests.launcher.warm_launcher import run_forked, serves
-from tests.warm_server import VARIABLES
+from tests.warm_server import REPOSITORY, VARIABLES, variables
 
 # Code of a user's own, which tells of the process that it runs in.
 ORDER = """
@@ -62,3 +63,8 @@ def test_what_is_read_while_python_starts_asks_for_a_process_of_its_own():
     assert serves(VARIABLES | {"HOME": "/elsewhere", "WANDB_MODE": "offline"})
     assert not serves(VARIABLES | {"PYTHONWARNINGS": "ignore"})
     assert not serves(VARIABLES | {"LC_ALL": "C"})
+
+
+def test_packages_that_are_found_by_python_path_are_found_by_processes_of_the_tests(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/wheels")
+    assert variables()["PYTHONPATH"].split(os.pathsep) == [str(REPOSITORY), "/wheels"]

@@ -23,9 +23,9 @@ from launcher.processes.failure import (
     timed_out,
     timed_out_earlier,
 )
+from launcher.processes.local import our_path
 from launcher.report.result import write_atomically
 from strategies.heartbeat import Beat
-from tests.warm_server import REPOSITORY
 
 
 def failed(rank: int, message: str, *, at: float = 1.0, code: int = 1) -> Failure:
@@ -110,7 +110,7 @@ def test_a_process_at_its_limit_says_what_it_had_and_what_it_may_have():
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": our_path(os.environ)},
         capture_output=True,
         text=True,
         check=True,

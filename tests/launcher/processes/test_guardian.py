@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from launcher.processes.failure import read_failure
+from launcher.processes.local import our_path
 from tests.launcher.runs import within
-from tests.warm_server import REPOSITORY
 
 # What launcher.rank.slurm_rank does, with a rank that takes no time to start.
 RANK = """
@@ -45,7 +45,7 @@ class Guarded:
         self.folder = folder
         self.guardian = subprocess.Popen(
             [sys.executable, "-c", RANK, str(folder)],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, "PYTHONPATH": our_path(os.environ)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -110,7 +110,7 @@ def test_what_a_rank_has_said_itself_gets_its_instruction_and_is_not_said_twice(
     (tmp_path / "logs").mkdir()
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": our_path(os.environ)},
         capture_output=True,
         text=True,
         timeout=30,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.processes.failure import Failure, RankFailedError
-from launcher.processes.local import OUTCOME, take_outcome, write_outcome
+from launcher.processes.local import OUTCOME, our_path, take_outcome, write_outcome
 from launcher.processes.preempted import PreemptedError, Restarts
 
 PROBE = """
@@ -62,7 +62,7 @@ def test_ctrl_c_has_its_exit_code_whenever_it_comes(moment, tmp_path):
     if moment == "imports":
         (tmp_path / "hydra.py").write_text(f"{raised}\n")
         words = ["-m", "launcher"]
-    known = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    known = os.pathsep.join([str(tmp_path), our_path(os.environ)])
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, cwd=tmp_path.parent,
         env={**os.environ, "PYTHONPATH": known},

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch._C._distributed_c10d import HashStore
 
+from launcher.processes.local import our_path
 from strategies import PipelineStrategy
 from strategies.errors import ModelError, PipelineError, PlanError
 from strategies.runtime.lightning.last_words import LastWords, Voices, in_python, speak_once
@@ -223,10 +224,9 @@ def test_a_lost_rank_is_one_line_where_nobody_says_why(capsys: pytest.CaptureFix
 def _run(folder: Path, *, optimizer: str, hook: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(optimizer=optimizer, hook=hook))
-    root = str(Path(__file__).resolve().parents[4])
     return subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
