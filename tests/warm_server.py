@@ -29,15 +29,18 @@ from launcher.secrets import MaskedStream
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Among them what torch and Lightning have set in this process.
 _NOT_KEPT = (
-    "WANDB_", "FOLDPIPE_", "PYTEST_", "PL_", "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
+    "WANDB_", "FOLDPIPE_", "PYTEST_", "PL_", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
 )  # fmt: skip
 
 
 def variables() -> dict[str, str]:
     """Ours, without what would reach an account of whoever runs the tests."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_KEPT)}
-    ours = {"PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    ours = {
+        "PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1", "COLUMNS": "120",
+        # As rank_environment has it: what is imported before Lightning must not start CUDA.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }  # fmt: skip
     # What is compiled once is so for all runs, each of which has a home of its own.
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     return kept | ours | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
@@ -102,7 +105,7 @@ def main() -> None:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
                     listener.close()
                     worker.die_with(own)
-                    serve(channel, _run)
+                    serve(channel, _run, __spec__.name)
                     worker.leave(0)
             _bury(os.WNOHANG)
 
@@ -126,4 +129,8 @@ def _run(run_dir: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 2:  # one rank, where none can be forked
+        worker.die_with(int(os.environ["FOLDPIPE_PARENT"]))
+        sys.stdout, sys.stderr = MaskedStream(sys.stdout), MaskedStream(sys.stderr)
+        worker.leave(_run(Path(sys.argv[1])))
     main()

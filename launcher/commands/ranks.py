@@ -427,7 +427,7 @@ def fork_server(config: LaunchConfig, environment: Mapping[str, str]) -> RankSer
     """What forks the ranks of a run on this machine; None where each is started by itself."""
     start = config.cluster.start
     if start == "auto":
-        start = "fork" if sys.platform == "linux" and not uses_gpu(config) else "fresh"
+        start = "fork" if sys.platform == "linux" else "fresh"
     if start == "fresh" or config.cluster.name == "torchrun":
         return None
     return rank_server(environment)

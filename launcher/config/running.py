@@ -208,7 +208,7 @@ class ClusterConfig:
     start: Literal["auto", "fork", "fresh"] = key(
         "auto",
         "local: fork ranks from one process that has imported what they need, or start each "
-        "afresh; auto = fork for ranks on CPU, on Linux; fork is untested with GPUs.",
+        "afresh; auto = fork on Linux, fresh elsewhere.",
     )
     nodes: int = key(
         1, "Machines; mode=validate prints the command for each.", low=1, high=65536, example=2

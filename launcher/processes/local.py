@@ -370,6 +370,9 @@ def rank_environment(world_size: int, threads: int | None = None) -> dict[str, s
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment |= private_caches(environment)
     environment["PYTHONUNBUFFERED"] = "1"
+    # Imports that ask whether there is a GPU then ask NVML, not CUDA, which no fork could use
+    # afterwards. Lightning sets it too, but libraries may be imported before Lightning.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environment["PYTHONPATH"] = our_path(environment)
     return environment
 

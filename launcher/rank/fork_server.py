@@ -6,7 +6,8 @@ which says what is spoken on that socket. A rank that was forked here goes the w
 signals, output, random numbers, threads, and what ``ps`` shows.
 
 Nothing but imports may happen before a fork. An operation of torch, CUDA or a process group leaves
-threads and locks behind that a fork breaks.
+threads and locks behind that a fork breaks. Where an import has started CUDA, which cannot be used
+after a fork, each rank replaces itself by a Python of its own.
 """
 
 from __future__ import annotations
@@ -47,12 +48,17 @@ def main() -> None:
         serve(channel)
 
 
-def serve(channel: socket.socket, run: Callable[[Path], int] = worker.run_rank) -> None:
+def serve(
+    channel: socket.socket,
+    run: Callable[[Path], int] = worker.run_rank,
+    module: str = worker.__name__,
+) -> None:
     """Does what is asked for until the other end is closed; then ends the ranks that still run.
 
     Args:
         channel: To the launcher.
         run: What a rank does in its run's folder; returns its exit code.
+        module: Does the same as a program, for ranks that cannot be forked.
     """
     running: set[int] = set()
     with _undisturbed(), _ends_told() as ends, selectors.DefaultSelector() as selector:
@@ -68,7 +74,7 @@ def serve(channel: socket.socket, run: Callable[[Path], int] = worker.run_rank) 
                     found = receive(channel)
                     if found is None:
                         break
-                    _do(channel, *found, running, run)
+                    _do(channel, *found, running, run, module)
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -122,6 +128,7 @@ def _do(
     files: Sequence[int],
     running: set[int],
     run: Callable[[Path], int],
+    module: str,
 ) -> None:
     for name in request.get("import", ()):
         # What cannot be imported here cannot be in a rank, whose log and message say why.
@@ -137,7 +144,7 @@ def _do(
     if pid == 0:
         channel.close()
         os.close(begun)
-        _be_rank(request, files, begins, server, run)
+        _be_rank(request, files, begins, server, run, module)
     os.close(begins)
     os.read(begun, 1)  # Only the leader of a session can be ended with all that it starts.
     os.close(begun)
@@ -153,6 +160,7 @@ def _be_rank(
     begins: int,
     server: int,
     run: Callable[[Path], int],
+    module: str,
 ) -> NoReturn:
     """Makes a forked process what a started one would be, and runs the rank."""
     code = 1
@@ -160,7 +168,12 @@ def _be_rank(
         os.setsid()
         os.close(begins)
         worker.die_with(server)
-        _as_started(request, files)
+        _restore_signals()
+        said = _said_so_far()
+        environment = _with_files(request, files)
+        if _cuda_is_lost():
+            _start_again(module, request, environment, server)
+        _as_started(request, environment, said)
         code = run(Path(request["run_dir"]))
     except BaseException:
         traceback.print_exc()
@@ -168,25 +181,48 @@ def _be_rank(
         worker.leave(code)
 
 
-def _as_started(request: Mapping[str, Any], files: Sequence[int]) -> None:
+def _restore_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, handler in _before.items():
         signal.signal(number, handler)
-    said = _said_so_far()
+
+
+def _with_files(request: Mapping[str, Any], files: Sequence[int]) -> dict[str, str]:
+    """Makes the first file this process's output; its variables, which name the others."""
     log, *others = files
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    return {
+        **request["environment"],
+        **dict(zip(request["files"], map(str, others), strict=True)),
+    }
+
+
+def _cuda_is_lost() -> bool:
+    """Whether an import in the server has started CUDA, so that torch refuses it in a fork."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()
+
+
+def _start_again(
+    module: str, request: Mapping[str, Any], environment: Mapping[str, str], server: int
+) -> NoReturn:
+    """Replaces this process by a new Python: pid, session, open files and log stay."""
+    os.chdir(request["folder"])
+    words = our_python(module, request["run_dir"])
+    os.execve(words[0], words, {**environment, "FOLDPIPE_PARENT": str(server)})
+
+
+def _as_started(request: Mapping[str, Any], environment: Mapping[str, str], said: bytes) -> None:
     os.write(2, said)  # warnings of imports stand in the log of every rank that imports
-    names = dict(zip(request["files"], map(str, others), strict=True))
     # Modules have set some while they were imported, and will not do so again.
     set_by_imports = dict(os.environ.items() - _STARTED_WITH.items())
-    environment = request["environment"] | names
     threads = "OMP_NUM_THREADS"  # Counted when torch is loaded.
     assert _STARTED_WITH.get(threads) == environment.get(threads)
     os.environ.clear()
-    os.environ.update(environment | set_by_imports)
+    os.environ.update({**environment, **set_by_imports})
     before = str(Path.cwd())
     os.chdir(request["folder"])
     if sys.path[0] == before:

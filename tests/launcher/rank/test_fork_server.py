@@ -7,12 +7,17 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from launcher.commands import ranks
 from launcher.config import check, from_dict
+from launcher.processes.local import rank_environment
 from launcher.processes.rank_server import RankServer
 from strategies.errors import PlanError
 from tests.launcher.runs import MODEL, Started, parent, read_metrics, started, within
@@ -139,3 +144,76 @@ def test_forks_are_for_linux(monkeypatch):
     with pytest.raises(PlanError, match=r"cluster\.start=fork needs Linux"):
         check(from_dict({"cluster": {"start": "fork"}}))
     check(from_dict({"cluster": {"start": "auto"}}))
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
+def test_ranks_are_forked_on_linux_alone(monkeypatch, accelerator):
+    config = from_dict({"trainer": {"accelerator": accelerator}})
+    monkeypatch.setattr(ranks, "rank_server", lambda _: "server")
+    assert ranks.fork_server(config, {}) == "server"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert ranks.fork_server(config, {}) is None
+
+
+# Read by every Python as it starts.
+STARTED = """
+import os
+if "STARTS" in os.environ:
+    os.write(int(os.environ["STARTS"]), b"%d" % os.getpid())
+"""
+# A build without CUDA cannot lose it.
+LOSES_CUDA = """
+import torch
+if torch.version.cuda is None:
+    torch.cuda._is_in_bad_fork = lambda: True
+else:
+    torch._C._cuda_getDeviceCount()
+"""
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_rank_gets_a_python_of_its_own_where_an_import_has_started_cuda(tmp_path, loses):
+    (tmp_path / "sitecustomize.py").write_text(STARTED)
+    (tmp_path / "loses_cuda.py").write_text(LOSES_CUDA)
+    environment = rank_environment(1)
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    server = RankServer(environment)
+    reader, writer = os.pipe()
+    try:
+        server.load(["torch", *["loses_cuda"] * loses])
+        with (tmp_path / "log").open("wb") as log:
+            variables = {**environment, "RANK": "0", "FOLDPIPE_PARENT": str(os.getpid())}
+            rank = server.start(tmp_path, variables, log.fileno(), {"STARTS": writer})
+        os.close(writer)
+        assert rank.wait(60) == 1
+        assert os.read(reader, 100).decode() == (str(rank.pid) if loses else "")
+    finally:
+        os.close(reader)
+        server.close()
+    # It has looked for what to do.
+    assert (
+        f"No such file or directory: '{tmp_path}/resolved.json'" in (tmp_path / "log").read_text()
+    )
+
+
+# CUDA that has been asked once how many devices there are cannot be used by a fork.
+ASKS = """
+import importlib, sys, torch
+asked = []
+torch._C._cuda_getDeviceCount = lambda: asked.append(1) or 1
+torch.cuda._device_count_nvml = lambda: 1  # as where there is a driver
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+sys.exit(len(asked))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+def test_what_ranks_import_asks_cuda_nothing_in_any_order():
+    words = ["torch._inductor.compile_fx", "launcher.rank.jobs", "launcher.workloads.hf.hf_model"]
+    environment = rank_environment(1)
+    done = subprocess.run([sys.executable, "-c", ASKS, *words], env=environment, check=False)
+    assert done.returncode == 0
+    del environment["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    done = subprocess.run([sys.executable, "-c", ASKS, *words], env=environment, check=False)
+    assert done.returncode == 1
