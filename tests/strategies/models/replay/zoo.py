@@ -273,7 +273,9 @@ ZOO |= {name: functools.partial(hugging_face, name) for name in HUGGING_FACE}
 @zoo
 def hf_gpt2_checkpointed():
     module, batch = hugging_face("hf_gpt2")
-    module.model.activation_checkpointing_enable({"use_reentrant": False})
+    # transformers 5.17 has the old name only, later ones warn of it.
+    older = module.model.gradient_checkpointing_enable
+    getattr(module.model, "activation_checkpointing_enable", older)({"use_reentrant": False})
     module.model.train()
     return module, batch
 
