@@ -6,12 +6,14 @@ known to work before somebody has a GPU.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.launcher.runs import MODEL, launch
@@ -30,21 +32,42 @@ class Device:
 
     Attributes:
         accelerator: ``gpu`` or ``cpu``.
-        hardware: A name under ``conf/hardware``.
+        option: A name under ``conf/hardware``; empty for that of this machine's GPU.
         model: Overrides.
     """
 
     accelerator: str
-    hardware: str
+    option: str
     model: tuple[str, ...]
+
+    @property
+    def hardware(self) -> str:
+        return self.option or gpu_option(torch.cuda.get_device_name())
 
     @property
     def torch(self) -> torch.device:
         return torch.device("cuda" if self.accelerator == "gpu" else "cpu")
 
 
-GPU = Device("gpu", "h200", LLAMA_1B)
+# Words of what ``torch.cuda.get_device_name`` says.
+_GPU_WORDS = {
+    "h200": {"h200"},
+    "h100": {"h100"},
+    "a100_80g": {"a100", "80gb"},
+    "a100_40g": {"a100", "40gb"},
+    "v100_32g": {"v100", "32gb"},
+}
+GPU = Device("gpu", "", LLAMA_1B)
 CPU = Device("cpu", "cpu_laptop", TINY)
+
+
+def gpu_option(name: str) -> str:
+    """The file under ``conf/hardware`` of a GPU that calls itself so; skips where there is none."""
+    words = set(re.split(r"\W+", name.lower()))
+    for option, needed in _GPU_WORDS.items():
+        if words >= needed:
+            return option
+    pytest.skip(f"conf/hardware has no {name}")
 
 
 def train(device: Device, folder: Path, *words: str, timeout_s: float = 1500) -> dict[str, Any]:

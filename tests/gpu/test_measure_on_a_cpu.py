@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.measure import CPU, flops_per_s, matmul_peak, train
+from tests.gpu.measure import CPU, flops_per_s, gpu_option, matmul_peak, train
 
 pytestmark = pytest.mark.distributed
+HARDWARE = Path(__file__).resolve().parents[2] / "conf" / "hardware"
 
 
 @pytest.mark.full
@@ -49,3 +50,24 @@ def test_a_compiled_training_in_short_types_runs_from_the_command_line(tmp_path:
     plain = train(CPU, tmp_path / "plain", *words)
     compiled = train(CPU, tmp_path / "compiled", *words, "compile=true")
     assert compiled["loss_last"] == pytest.approx(plain["loss_last"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40g"),
+        ("NVIDIA A100 80GB PCIe", "a100_80g"),
+        ("Tesla V100-SXM2-32GB", "v100_32g"),
+    ],
+)
+def test_figures_are_those_of_the_gpu_that_is_there(name: str, option: str) -> None:
+    assert gpu_option(name) == option
+    assert (HARDWARE / f"{option}.yaml").is_file()
+
+
+def test_a_gpu_without_figures_skips_what_needs_them() -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"conf/hardware has no NVIDIA L4"):
+        gpu_option("NVIDIA L4")

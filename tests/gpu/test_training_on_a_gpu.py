@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 TARGET = 0.5  # of the measured matmul peak
 SMALL = Device(
     "gpu",
-    "h200",
+    "",
     ("model=tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.kv_heads=8",
      "model.ffn=1536", "model.sequence=512"),
 )  # fmt: skip
