@@ -319,7 +319,14 @@ def _later(func: Any, inputs: Any, options: Any) -> Any:
         return nonsense(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype))
 
     metas = tree_map_only(Tensor, shape, (inputs, options))
-    made = tree_map_only(Tensor, allocate, func(*metas[0], **metas[1]))
+    described = func(*metas[0], **metas[1])
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        # In torch 2.11 the shape of the second has float32, whatever the kernel writes.
+        described = (
+            described[0],
+            described[1].to(torch.promote_types(torch.float32, described[0].dtype)),
+        )
+    made = tree_map_only(Tensor, allocate, described)
 
     def work() -> None:
         found = func(*inputs, **options)
