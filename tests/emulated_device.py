@@ -121,7 +121,7 @@ class EmulatedDevice:
 
     Attributes:
         default: The stream of whoever has chosen none; all threads share it.
-        pinned_bytes: Host memory asked for with ``pin_memory=True``.
+        pinned_bytes: Host memory asked for with ``pin_memory=True``, or registered.
         peak_bytes: What its allocator calls its peak.
     """
 
@@ -129,6 +129,7 @@ class EmulatedDevice:
         self.default = Stream()
         self.pinned_bytes = 0
         self.peak_bytes = 1
+        self.registered: dict[int, int] = {}  # Host memory, from and to.
         self.groups: dict[object, ThreadPoolExecutor] = {}
         self._chosen = threading.local()
 
@@ -169,6 +170,7 @@ def emulated_device() -> Iterator[EmulatedDevice]:
                 Event=Event,
                 current_stream=current_stream,
                 stream=device.stream,
+                cudart=lambda: _Runtime(device),
                 synchronize=lambda _=None: device.default.synchronize(),
                 max_memory_allocated=lambda _=None: device.peak_bytes,
                 reset_peak_memory_stats=device.forget_peak,
@@ -182,6 +184,29 @@ def emulated_device() -> Iterator[EmulatedDevice]:
         for calls in device.groups.values():
             calls.shutdown()
         _devices.pop()
+
+
+class _Runtime:
+    """CUDA's own functions, as torch hands them on: codes in place of exceptions."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+        registered = self._device.registered
+        if not size or any(
+            low < pointer + size and pointer < high for low, high in registered.items()
+        ):
+            return 712 if size else 1
+        registered[pointer] = pointer + size
+        self._device.pinned_bytes += size
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        if pointer not in self._device.registered:
+            return 713
+        self._device.pinned_bytes -= self._device.registered.pop(pointer) - pointer
+        return 0
 
 
 @contextlib.contextmanager

@@ -8,9 +8,11 @@ the new one is complete, and goes when that is in its place.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -309,30 +311,68 @@ class Saver:
             ) from problem
 
 
-class HostCopy:
-    """Buffers that are kept from one copy to the next: fresh memory costs more than the copy.
+_ALIGNED_BYTES = 64
 
-    Takes as much host memory as this rank writes; pinned where the pieces are on a GPU.
+
+class HostCopy:
+    """Memory that is kept from one copy to the next: fresh memory costs more than the copy.
+
+    As many bytes as this rank writes, in one piece; pinned where the pieces are on a GPU.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: weakref.finalize[Any, Any] | None = None
 
     def of(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """The pieces as they are now; valid until the next call."""
-        known, self._buffers = self._buffers, {}
-        copies = {}
-        devices = set()
+        places, end = {}, 0
         for name, piece in pieces.items():
-            source = piece.tensor
-            buffer = known.pop(name, None)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            places[name] = end
+            end += -(-piece.tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        devices = {piece.tensor.device for piece in pieces.values() if piece.tensor.is_cuda}
+        if end > len(self._memory) or (devices and self._unpin is None):
+            self._allocate(end, pinned=bool(devices))
+        copies = {}
+        for name, piece in pieces.items():
+            source, begin = piece.tensor, places[name]
+            room = self._memory[begin : begin + source.nbytes]
+            buffer = room.view(source.dtype).view(source.shape)
             buffer.copy_(source, non_blocking=True)
-            if source.is_cuda:
-                devices.add(source.device)
-            self._buffers[name] = buffer
             copies[name] = replace(piece, tensor=buffer)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+    def _allocate(self, num_bytes: int, *, pinned: bool) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._memory = torch.empty(0, dtype=torch.uint8)  # What was there goes first.
+        if not pinned:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            return
+        # torch's own pinned memory is rounded up to a power of two. Whole pages, since none may be
+        # registered twice, and not for children: writing to a page that a child has, too, would
+        # move it away from where the GPU writes.
+        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), len(memory), _PORTABLE))
+        if code:
+            raise CheckpointError(
+                f"{len(memory):,} bytes of host memory for a checkpoint's copy cannot be pinned: "
+                f"CUDA error {code}. Free some, or write it at once with trainer.async_save=false."
+            )
+        # Holds the memory until it is given back; a process that ends gives all back anyway.
+        self._unpin = weakref.finalize(self, _unregister, memory)
+        self._unpin.atexit = False
+        self._memory = memory
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for the contexts of all GPUs
+
+
+def _unregister(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
