@@ -65,7 +65,8 @@ def _gpu(number: int) -> dict[str, Any]:
 
 
 def _flops(device: torch.device, kind: torch.dtype, size: int) -> float:
-    left = torch.ones(size, size, device=device, dtype=kind)
+    # A GPU multiplies ones or zeros with less power, so faster, than what training multiplies.
+    left = torch.randn(size, size, device=device, dtype=kind)
 
     def multiply() -> None:
         torch.mm(left, left)
@@ -87,6 +88,10 @@ def _quickest(work: Callable[[], object], device: torch.device) -> float:
 def _link(backend: str, rank: int, world: int, port: int, device: torch.device) -> dict[str, Any]:
     """Messages from each rank to the next, one way, as activations go."""
     try:
+        if device.type == "cuda":
+            torch.cuda.set_device(
+                device
+            )  # Where torch's collectives work that are given no tensor.
         store = TCPStore("127.0.0.1", port, world, rank == 0, timeout=_WAIT)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_WAIT)
         try:

@@ -8,13 +8,18 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from launcher.rank import link_probe
 from launcher.tools import doctor
 from launcher.tools.doctor import Finding
 from launcher.tools.host_link import answer, clock_state, measure_link
 from strategies.errors import PlanError
+from tests.emulated_device import CUDA, emulated_device
 from tests.launcher.command_line import run_here
 
 TORCH = {
@@ -178,3 +183,26 @@ def test_two_ranks_are_asked_what_torch_is_and_how_fast_they_talk():
     assert link["latency_s"] > 0
     assert link["bytes_per_s"] > 1e6
     assert said["cpu_flops"] > 1e8
+
+
+def test_products_are_of_random_numbers():
+    multiply = torch.mm
+    with mock.patch.object(torch, "mm", side_effect=multiply) as multiplied:
+        assert link_probe._flops(torch.device("cpu"), torch.float32, 16) > 0
+    for call in multiplied.call_args_list:
+        assert all(len(factor.unique()) > 200 for factor in call.args)
+
+
+def test_each_of_two_ranks_takes_its_gpu_before_it_waits_for_the_other():
+    calls = mock.Mock()
+    with (
+        emulated_device(),
+        mock.patch.object(link_probe, "TCPStore"),
+        mock.patch.object(torch.cuda, "set_device", calls.set_device),
+        mock.patch.multiple(
+            dist, init_process_group=mock.Mock(), destroy_process_group=mock.Mock(),
+            barrier=calls.barrier, send=mock.Mock(), recv=mock.Mock(),
+        ),
+    ):  # fmt: skip
+        assert "error" not in link_probe._link("nccl", 0, 2, 1, CUDA)
+    assert calls.mock_calls[:2] == [mock.call.set_device(CUDA), mock.call.barrier()]
