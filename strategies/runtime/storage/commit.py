@@ -358,7 +358,7 @@ class HostCopy:
         pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(runtime.cudaHostRegister(memory.data_ptr(), len(memory), _PORTABLE))
         if code:
             raise CheckpointError(
@@ -375,4 +375,5 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for the contexts of all GPUs
 
 
 def _unregister(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(memory.data_ptr())
