@@ -89,7 +89,7 @@ class Schedule(pl.Callback):
             return
         trainer.strategy.engine.complete()
         owned = trainer.strategy.engine.named_parameters()
-        self.weights.append({n: p.detach().clone() for n, p in owned.items()})
+        self.weights.append({n: p.detach().cpu().clone() for n, p in owned.items()})
 
 
 def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
@@ -103,6 +103,7 @@ def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
         dp=case.dp,
         tp=case.tp,
         schedule=case.schedule,
+        backend=case.backend,  # type: ignore[arg-type]
         num_microbatches=case.microbatches,
         overlap=case.overlap,  # type: ignore[arg-type]
         bucket_mb=case.buckets_mb,
@@ -114,11 +115,12 @@ def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
     )
     kinds: dict[str, Any] = {"precision": fault.precision}
     if fault.precision == "16-mixed":  # Lightning would take bf16 on a CPU
-        kinds = {
-            "plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", fault.scale))]
-        }
+        device = "cuda" if case.accelerator == "gpu" else "cpu"
+        scaler = torch.amp.GradScaler(device, fault.scale)
+        kinds = {"plugins": [MixedPrecision("16-mixed", device, scaler)]}
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=case.accelerator,
+        devices=1 if case.accelerator == "gpu" else "auto",
         strategy=strategy,
         **kinds,
         accumulate_grad_batches=case.accumulation,
@@ -143,7 +145,7 @@ def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
         "skipped": strategy.skipped_steps,
         "step": trainer.global_step,
         "weights": schedule.weights,
-        "left": {n: p.detach().clone() for n, p in engine.named_parameters().items()},
+        "left": {n: p.detach().cpu().clone() for n, p in engine.named_parameters().items()},
         "waits": len(engine.norm_waits_s),
     }
     engine.close()

@@ -110,7 +110,11 @@ def _name(case: Case) -> str:
 
 
 def check(case: Case, ranks: Callable[[int], Ranks]) -> list[dict]:
-    results = ranks(case.pp * case.dp).run(train, case=case)
+    return compare(case, ranks(case.pp * case.dp).run(train, case=case))
+
+
+def compare(case: Case, results: list[dict]) -> list[dict]:
+    """Holds what the ranks have come to against plain torch."""
     losses, parameters = reference(case)
     for batch, expected in enumerate(losses):
         mean = sum(result["losses"][batch] for result in results) / len(results)

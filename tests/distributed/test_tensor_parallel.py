@@ -55,7 +55,11 @@ TIED = small_shape(
 
 
 def check(case: Case, ranks: Callable[[int], Ranks]) -> list[dict[str, Any]]:
-    results = ranks(case.pp * case.dp * case.tp).run(train, case=case)
+    return compare(case, ranks(case.pp * case.dp * case.tp).run(train, case=case))
+
+
+def compare(case: Case, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Holds what the ranks have come to against plain torch."""
     losses, parameters = reference(case)
     for result in results:
         for batch, expected in enumerate(losses):
