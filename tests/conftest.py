@@ -28,6 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = ["launcher/dashboard_definition.py"]  # A program with a dependency of its own.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
 SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
+ON_A_GPU = re.compile(r"^pytestmark = .*\bmark\.gpu\b", re.MULTILINE)
 FOREIGN = "distributed/foreign/"
 ON_RANKS = re.compile(r"^from tests\.distributed\.", re.MULTILINE)
 
@@ -52,6 +53,12 @@ def _fills_the_cores(file: Path) -> bool:
     return SEVERAL_PROCESSES.search(file.read_text(encoding="utf-8")) is not None
 
 
+@functools.cache
+def _is_on_a_gpu(file: Path) -> bool:
+    """Whether all of its tests need a GPU, and so a machine with cores for several files."""
+    return ON_A_GPU.search(file.read_text(encoding="utf-8")) is not None
+
+
 def _is_on_ranks(file: str, root: Path) -> bool:
     """Whether its tests run on the ranks that those of ``tests/distributed`` share."""
     text = (root / file).read_text(encoding="utf-8")
@@ -65,14 +72,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     Whole files, because all that is known of a test here is its name. One process for each lot
     (what runs on ranks of the tests, and what is launched), because what it starts for several
     files (ranks, a trained run) is started once per process. At last modules of others, file by
-    file: so both are ready at about the same time.
+    file: so both are ready at about the same time. What needs a GPU goes file by file, too.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            if not _fills_the_cores(config.rootpath / file):
+            path = config.rootpath / file
+            if not _fills_the_cores(path) or _is_on_a_gpu(path):
                 return file
             if not _is_on_ranks(file, config.rootpath):
                 return "launched"

@@ -28,6 +28,26 @@ def test_it(number):
         order.write(f"{name} {{os.environ['PYTEST_XDIST_WORKER']}}\\n")
     assert "{name}" != "several_a" or number != 1
 """
+# Two files that each wait until the other runs, too. Their words are enough: with the marker itself
+# they would be skipped where there is no GPU.
+MEETING = """
+import os
+import time
+import pytest
+
+WORDS = '''
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+'''
+
+@pytest.mark.parametrize("number", range(3))
+def test_it(number):
+    with open("order.txt", "a") as order:
+        order.write(f"{name} {{os.environ['PYTEST_XDIST_WORKER']}}\\n")
+    until = time.monotonic() + 20
+    while not all(name in open("order.txt").read() for name in ("gpu_a", "gpu_b")):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+"""
 
 
 def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path: Path) -> None:
@@ -48,6 +68,8 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     (folder / "distributed" / "foreign").mkdir()
     text = NOTE.format(mark="@pytest.mark.distributed", name="modules")
     (folder / "distributed" / "foreign" / "test_modules.py").write_text(text)
+    for name in ("gpu_a", "gpu_b"):
+        (folder / "distributed" / f"test_{name}.py").write_text(MEETING.format(name=name))
     # Also where this very test runs in one of two processes.
     outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     outside["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Those installed here take seconds to import.
@@ -62,12 +84,14 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED tests/test_several_a.py::test_it[1] - " in done.stdout
-    assert "= 1 failed, 23 passed in " in done.stdout.splitlines()[-1]
+    assert "= 1 failed, 29 passed in " in done.stdout.splitlines()[-1]
     told = [line.split() for line in (tmp_path / "order.txt").read_text().splitlines()]
     assert len({worker for name, worker in told if name.startswith("single")}) == 2
     assert len({worker for name, worker in told if name.startswith("several")}) == 1
     several = [name for name, _ in told if name.startswith("several")]
     assert several == ["several_a"] * 3 + ["several_b"] * 3
+    # File by file: on a GPU's machine there are cores for both.
+    assert len({worker for name, worker in told if name.startswith("gpu")}) == 2
     ranks = {name: worker for name, worker in told if name.startswith("ranks")}
     assert list(ranks) == ["ranks_a", "ranks_b", "ranks_c"]
     assert len(set(ranks.values())) == 1
