@@ -222,7 +222,7 @@ def train_alone(layout: Layout, *, accelerator: str, left_out: int = 0) -> dict[
     The rows of a microbatch are those of the ranks; 16-bit weights are copies of 32-bit ones.
     ``left_out``: so many microbatches of each step have no gradient, an error to be found.
     """
-    torch.backends.cuda.matmul.allow_tf32 = False
+    assert torch.get_float32_matmul_precision() == "highest", "TF32 is on"
     device = torch.device("cuda" if accelerator == "gpu" else "cpu")
     plugin = _plugin(layout.precision, accelerator)
     case = layout.case(backend="auto", accelerator=accelerator)

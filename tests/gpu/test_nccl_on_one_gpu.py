@@ -132,16 +132,8 @@ class Patience:
 
 
 @pytest.fixture(scope="module")
-def patience(all_ranks: dict[int, Ranks]) -> Patience:
-    def get(world_size: int) -> Ranks:
-        for other, entry in all_ranks.items():
-            if other != world_size:
-                entry.rest()
-        if world_size not in all_ranks or not all_ranks[world_size].alive:
-            all_ranks[world_size] = Ranks(world_size)
-        return all_ranks[world_size]
-
-    return Patience(get)
+def patience(ranks: Callable[[int], Ranks]) -> Patience:
+    return Patience(ranks)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
