@@ -19,7 +19,7 @@ def losses(folder: Path, accelerator: str, hardware: str, *words: str) -> list[f
     """Of each step, as ``metrics.csv`` has them."""
     train(
         Device(accelerator, hardware, TINY), folder, "num_microbatches=4",
-        f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", *words, timeout_s=90,
+        f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", *words, timeout_s=120,
     )  # fmt: skip
     (file,) = folder.rglob("metrics.csv")
     found = [row["train_loss"] for row in read_metrics(file.parent)]
@@ -32,7 +32,6 @@ def check_pipeline(folder: Path, accelerator: str, hardware: str, *words: str) -
     one = losses(folder / "one", accelerator, hardware, "pp=1")
     two = losses(folder / "two", accelerator, hardware, "pp=2", *words)
     assert two == pytest.approx(one, rel=TOLERANCE)
-    assert one[-1] < one[0]
 
 
 def check_start(folder: Path, accelerator: str, hardware: str, *words: str) -> None:
