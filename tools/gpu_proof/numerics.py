@@ -13,16 +13,17 @@ from typing import Any
 from tools.gpu_proof.proof import ROOT, Setting
 
 _AT_A_TIME = 6
-_TOO_LONG = "not uses_half_of_the_gpu"  # That is the stage `speed`.
-_REHEARSED = ("tests/gpu/test_measure_on_a_cpu.py", "-m", "not full")
+# The first is the stage `speed`, and precisions are held to a plain loop in test_precisions.py.
+_CHOSEN = "not uses_half_of_the_gpu and not short_types_learn"
+_REHEARSED = ("tests/gpu/test_numerics_on_a_cpu.py", "-m", "not full")
 
 
 def numerics(setting: Setting) -> dict[str, Any]:
     """Runs ``pytest -m gpu``; of a rehearsal the same tests' functions on a CPU."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "report.xml"
-        chosen = ("tests/gpu", "tests/distributed/test_gpu.py", "-m", "gpu", "-k", _TOO_LONG,
-                  "-n", str(_AT_A_TIME), "--dist=loadscope")  # fmt: skip
+        chosen = ("tests/gpu", "tests/distributed/test_gpu.py", "-m", "gpu", "-k", _CHOSEN,
+                  "-n", str(_AT_A_TIME))  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", "-q", "-x" if setting.quick else "--maxfail=1000",
             "-p", "no:cacheprovider", f"--junit-xml={report}",
