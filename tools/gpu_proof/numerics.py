@@ -15,6 +15,10 @@ from tools.gpu_proof.proof import ROOT, Setting
 _AT_A_TIME = 6
 # The first is the stage `speed`, and precisions are held to a plain loop in test_precisions.py.
 _CHOSEN = "not uses_half_of_the_gpu and not short_types_learn"
+_FILES = (
+    "tests/gpu", "tests/distributed/test_gpu.py", "tests/strategies/runtime/step/test_recompute.py",
+    "tests/strategies/runtime/storage/test_saver_host_copy.py",
+)  # fmt: skip
 _REHEARSED = ("tests/gpu/test_numerics_on_a_cpu.py", "-m", "not full")
 
 
@@ -22,7 +26,7 @@ def numerics(setting: Setting) -> dict[str, Any]:
     """Runs ``pytest -m gpu``; of a rehearsal the same tests' functions on a CPU."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "report.xml"
-        chosen = ("tests/gpu", "tests/distributed/test_gpu.py", "-m", "gpu", "-k", _CHOSEN,
+        chosen = (*_FILES, "-m", "gpu", "-k", _CHOSEN,
                   "-n", str(_AT_A_TIME))  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", "-q", "-x" if setting.quick else "--maxfail=1000",
