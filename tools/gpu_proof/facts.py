@@ -102,7 +102,7 @@ def _copies(clock: Clock) -> dict[str, Any]:
     for part in (1 << 20, 1 << 24, 1 << 28) if clock.gpu else ():
         pinned = torch.empty(part, dtype=torch.uint8, pin_memory=True)
         pages = torch.empty(part, dtype=torch.uint8)
-        here = a[:part]
+        here = torch.empty(part, dtype=torch.uint8, device=clock.device)
         found[f"host_{part}"] = {
             "to_host_s": clock.seconds(lambda p=pinned, d=here: p.copy_(d, non_blocking=True)),
             "from_host_s": clock.seconds(lambda p=pinned, d=here: d.copy_(p, non_blocking=True)),

@@ -30,7 +30,7 @@ def numerics(setting: Setting) -> dict[str, Any]:
                   "-n", str(_AT_A_TIME))  # fmt: skip
         command = [
             sys.executable, "-m", "pytest", "-q", "-x" if setting.quick else "--maxfail=1000",
-            "-p", "no:cacheprovider", f"--junit-xml={report}",
+            "-p", "no:cacheprovider", "-p", "no:benchmark", f"--junit-xml={report}",
             *(_REHEARSED if setting.quick else chosen),
         ]  # fmt: skip
         log = Path(name) / "log"

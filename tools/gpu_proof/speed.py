@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -105,15 +106,15 @@ def _by_hand(
     end()
     del step, end
     clear()
-    return {"step_s": took, "host_waits": len(waits)}
+    return {"step_s": took, "host_waits": len(waits), "places": waits}
 
 
 @contextmanager
 def host_waits(clock: Clock) -> Iterator[list[str]]:
     """Where the host waits for the device inside the block; nothing is counted on a CPU.
 
-    Those that torch warns of (a number that is read, a copy that blocks), and waits for events,
-    streams and the device.
+    Those that torch warns of (a number that is read, a copy that blocks), and waits for events and
+    streams that the device has not reached.
     """
     found: list[str] = []
     if not clock.gpu:
@@ -124,7 +125,8 @@ def host_waits(clock: Clock) -> Iterator[list[str]]:
         wait = kind.synchronize
 
         def synchronize(self: Any) -> None:
-            found.append(kind.__name__)
+            if not self.query():
+                found.append(f"{kind.__name__} {_place()}")
             wait(self)
 
         return mock.patch.object(kind, "synchronize", synchronize)
@@ -141,10 +143,17 @@ def host_waits(clock: Clock) -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found += [
-        f"{one.filename.rpartition('/')[2]}:{one.lineno}"
+        f"read {one.filename.rpartition('/')[2]}:{one.lineno}"
         for one in caught
         if "synchroniz" in str(one.message)
     ]
+
+
+def _place() -> str:
+    """File and line of the code that waits, below torch's own."""
+    frames = traceback.extract_stack()[:-2]
+    outside = [frame for frame in frames if "/torch/" not in frame.filename]
+    return f"{outside[-1].filename.rpartition('/')[2]}:{outside[-1].lineno}"
 
 
 Made = tuple[Callable[[int], object], Callable[[], None]]
@@ -222,7 +231,7 @@ def _by_trainer(run: Run, clock: Clock, steps: int) -> dict[str, Any]:
     strategy.engine.close()
     del trainer, strategy
     clear()
-    return {"step_s": watch.seconds, "host_waits": len(watch.waits)}
+    return {"step_s": watch.seconds, "host_waits": len(watch.waits), "places": watch.waits}
 
 
 class _Watch(pl.Callback):
