@@ -94,7 +94,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         "models/tensor_parallel/unit_sharding.py",
         "models/tensor_parallel/sharding.py",
         "runtime/step/recompute.py",
-        "runtime/messages/transport.py",
+        "runtime/messages/transport_choice.py",
     ),
     "Checkpoints": (
         "runtime/lightning/checkpoints/stock_file.py",

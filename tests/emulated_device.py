@@ -123,6 +123,7 @@ class EmulatedDevice:
         default: The stream of whoever has chosen none; all threads share it.
         pinned_bytes: Host memory asked for with ``pin_memory=True``, or registered.
         peak_bytes: What its allocator calls its peak.
+        chosen_by: Names of the threads that have made it theirs.
     """
 
     def __init__(self) -> None:
@@ -130,6 +131,7 @@ class EmulatedDevice:
         self.pinned_bytes = 0
         self.peak_bytes = 1
         self.registered: dict[int, int] = {}  # Host memory, from and to.
+        self.chosen_by: set[str] = set()
         self.groups: dict[object, ThreadPoolExecutor] = {}
         self._chosen = threading.local()
 
@@ -171,6 +173,7 @@ def emulated_device() -> Iterator[EmulatedDevice]:
                 current_stream=current_stream,
                 stream=device.stream,
                 cudart=lambda: _Runtime(device),
+                set_device=lambda _: device.chosen_by.add(threading.current_thread().name),
                 synchronize=lambda _=None: device.default.synchronize(),
                 max_memory_allocated=lambda _=None: device.peak_bytes,
                 reset_peak_memory_stats=device.forget_peak,

@@ -23,20 +23,30 @@ class Fetch:
 
     Reading a number with ``float()`` or ``.cpu()`` waits for everything that the device has been
     given so far. This copy is waited for alone, and usually is there already.
+
+    ``stream`` copies beside the current stream, behind what that has been given so far; the tensor
+    must not be written to before ``tensor`` has returned.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        # Copies that do not block go to pinned memory.
-        self._copy = tensor.detach().to("cpu", non_blocking=True)
+    def __init__(self, tensor: Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
         self._there: Any = None
-        if tensor.is_cuda:
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record(torch.cuda.current_stream(tensor.device))
+        # The allocator would give its memory to the current stream's next tensor.
+        self._source = None if stream is None else tensor
+        beside: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if stream is not None and tensor.is_cuda:
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            beside = torch.cuda.stream(stream)
+        with beside:
+            # Copies that do not block go to pinned memory.
+            self._copy = tensor.detach().to("cpu", non_blocking=True)
+            if tensor.is_cuda:
+                self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._there.record(torch.cuda.current_stream(tensor.device))
 
     def tensor(self) -> Tensor:
         if self._there is not None:
             self._there.synchronize()
-            self._there = None
+            self._there = self._source = None
         return self._copy
 
 

@@ -17,13 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.costs.profile_file import Link
-from strategies.runtime.messages.transport import (
-    GlooTransport,
-    NcclTransport,
-    SharedTransport,
-    StagedTransport,
-    Transport,
-)
+from strategies.runtime.messages.device_transport import NcclTransport, StagedTransport
+from strategies.runtime.messages.transport import GlooTransport, SharedTransport, Transport
 
 _SIZES = (2**10, 2**14, 2**17, 2**20, 2**22)  # bytes
 _REPETITIONS = 12
@@ -47,11 +42,13 @@ def measure_links(
     own = members.index(rank)
     transport: Transport
     if backend == "nccl":
-        transport = NcclTransport(lambda source, target: pairs[source < target], own)
+        transport = NcclTransport(lambda source, target: pairs[source < target], own, device)
     elif backend == "shared":
         transport = SharedTransport(group, timeout_s=600.0)
+    elif backend == "staged":
+        transport = StagedTransport(group, device)
     else:
-        transport = (StagedTransport if backend == "staged" else GlooTransport)(group)
+        transport = GlooTransport(group)
     messages = _fitted(device, partial(_there_and_back, transport, own), trips=2)
     reductions = _fitted(device, partial(dist.all_reduce, group=group), trips=1)
     dist.barrier(group)

@@ -30,7 +30,7 @@ from strategies.runtime.messages.control import Bulletin
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.mailbox import Mailbox
 from strategies.runtime.messages.mesh import Communicators, Coordinates
-from strategies.runtime.messages.transport import chosen_transport
+from strategies.runtime.messages.transport_choice import chosen_transport
 from strategies.runtime.step.activation_bytes import MemoryUse
 from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.executor import Executor

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -37,33 +37,41 @@ _Key = tuple[int, int, int]  # both stages, the earlier first; number of the mod
 
 @dataclass(frozen=True, slots=True)
 class _Spec:
-    """The tensors of one boundary: shape, dtype, and whether a gradient comes back."""
+    """The tensors of one boundary: shape, dtype, and whether a gradient comes back.
+
+    Those of ``on_host`` stay there, as lengths of sequences do, although ranks are on GPUs.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     flags: tuple[bool, ...]
+    on_host: tuple[bool, ...]
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
         return len(tensors) == len(self.shapes) and all(
             [
-                tensor.shape == shape and tensor.dtype == dtype and tensor.requires_grad == flag
-                for tensor, shape, dtype, flag in zip(
-                    tensors, self.shapes, self.dtypes, self.flags, strict=True
+                tensor.shape == shape
+                and tensor.dtype == dtype
+                and tensor.requires_grad == flag
+                and (tensor.device.type == "cpu") == on_host
+                for tensor, shape, dtype, flag, on_host in zip(
+                    tensors, self.shapes, self.dtypes, self.flags, self.on_host, strict=True
                 )
             ]
         )
 
     def to_bytes(self) -> bytes:
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
-        return json.dumps([self.shapes, names, self.flags]).encode()
+        return json.dumps([self.shapes, names, self.flags, self.on_host]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> _Spec:
-        shapes, names, flags = json.loads(data)
+        shapes, names, flags, on_host = json.loads(data)
         return cls(
             tuple(tuple(shape) for shape in shapes),
             tuple(getattr(torch, name) for name in names),
             tuple(flags),
+            tuple(on_host),
         )
 
 
@@ -158,11 +166,12 @@ class Mailbox:
             tuple(tuple(tensor.shape) for tensor in tensors),
             tuple(tensor.dtype for tensor in tensors),
             tuple(tensor.requires_grad for tensor in tensors),
+            tuple(tensor.device.type == "cpu" for tensor in tensors),
         )
         if self._transport is not None and key not in self._specs:
             self._transport.check_whole(stage, tensors)
         known = self._specs.setdefault(key, spec)
-        if (known.shapes, known.dtypes) == (spec.shapes, spec.dtypes) and known != spec:
+        if known != spec and known == replace(spec, flags=known.flags):
             raise ModelError(
                 f"which tensors behind stage {stage} need a gradient has changed during training: "
                 "parameters before the cut were frozen or unfrozen. Freeze them before fit(), or "
@@ -293,7 +302,11 @@ class Mailbox:
         spec = self._specs[key]
         wanted = [place for place, flag in enumerate(spec.flags) if flag]
         place = wanted[index]
-        return torch.zeros(spec.shapes[place], dtype=spec.dtypes[place], device=self._device)
+        device = self._place(spec.on_host[place])
+        return torch.zeros(spec.shapes[place], dtype=spec.dtypes[place], device=device)
+
+    def _place(self, on_host: bool) -> torch.device:
+        return torch.device("cpu") if on_host else self._device
 
     def release(self, item: Instruction) -> None:
         """Lets go of a SEND that is known to have ended.
@@ -376,11 +389,13 @@ class Mailbox:
         assert transport is not None
         spec = self._specs[incoming.key]
         incoming.arrivals = []
-        for shape, dtype, flag in zip(spec.shapes, spec.dtypes, spec.flags, strict=True):
+        kinds = zip(spec.shapes, spec.dtypes, spec.flags, spec.on_host, strict=True)
+        for shape, dtype, flag, on_host in kinds:
             if item.payload is Kind.F or flag:
+                device = self._place(on_host)
                 tag = incoming.tag + len(incoming.arrivals)
                 incoming.arrivals.append(
-                    transport.expect(shape, dtype, self._device, incoming.peer, tag)
+                    transport.expect(shape, dtype, device, incoming.peer, tag)
                     if prod(shape)
-                    else torch.empty(shape, dtype=dtype, device=self._device)
+                    else torch.empty(shape, dtype=dtype, device=device)
                 )

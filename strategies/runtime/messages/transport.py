@@ -1,8 +1,8 @@
-"""How tensors get from rank to rank: one interface, five backends.
+"""How tensors get from rank to rank: the interface, and the backends of ranks on CPU.
 
-``ordered`` backends match messages by their order alone, as NCCL does: the executor then issues
-every message exactly where the program has it. The others match by tag, so receives may be posted
-ahead of their place.
+Those of ranks on GPUs are in ``device_transport``. ``ordered`` backends match messages by their
+order alone, as NCCL does: the executor then issues every message exactly where the program has it.
+The others match by tag, so receives may be posted ahead of their place.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.errors import ModelError
-from strategies.models.state import Fetch
-from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.shared_memory import Channel, connect
 
 _WORTH_A_THREAD = 2**16  # bytes, which are copied in 10 microseconds or so
@@ -90,9 +86,10 @@ class GlooTransport(Transport):
 
     ordered = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        """``device``: whose pinned memory is sent, if any."""
         self._group = group
-        self._calls = _thread("messages", self)
+        self._calls = serving_thread("messages", self, device)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         return self._later(partial(self._group.send, [_as_real(tensor)], rank, tag))
@@ -101,7 +98,7 @@ class GlooTransport(Transport):
         return self._later(partial(self._group.recv, [_as_real(tensor)], rank, tag))
 
     def _later(self, call: Callable[[], dist.Work | None]) -> Handle:
-        later = _Later(call)
+        later = Later(call)
         self._calls.put(later)
         return later
 
@@ -126,7 +123,7 @@ class SharedTransport(Transport):
         self._near = connect(exchange, timeout_s=timeout_s)
         alone = len(self._near) == exchange.size - 1
         self._gloo = None if alone else GlooTransport(group)
-        self._copies: SimpleQueue[_Later | None] | None = None
+        self._copies: SimpleQueue[Later | None] | None = None
         self.copies = bool(self._near) and len(os.sched_getaffinity(0)) > 1
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
@@ -135,15 +132,15 @@ class SharedTransport(Transport):
             assert self._gloo is not None
             return self._gloo.send(tensor, rank, tag)
         channel.send(tensor, tag)
-        return _ENDED
+        return ENDED
 
     def send_meanwhile(self, tensor: Tensor, rank: int, tag: int) -> Handle:
         channel = self._near.get(rank)
         if channel is None or tensor.nbytes < _WORTH_A_THREAD:
             return self.send(tensor, rank, tag)
         if self._copies is None:
-            self._copies = _thread("copies", self)
-        later = _Later(partial(_ended, channel.send_later(tensor, tag)))
+            self._copies = serving_thread("copies", self)
+        later = Later(partial(_ended, channel.send_later(tensor, tag)))
         self._copies.put(later)
         return later
 
@@ -165,7 +162,7 @@ class SharedTransport(Transport):
 
 def _ended(copy: Callable[[], None]) -> Handle:
     copy()
-    return _ENDED
+    return ENDED
 
 
 class _Near:
@@ -222,62 +219,15 @@ class StrictTransport(Transport):
         self._group = group
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        _work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0)).wait()
-        return _ENDED
+        own_work(dist.isend(tensor, group=self._group, group_dst=rank, tag=0)).wait()
+        return ENDED
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        _work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0)).wait()
-        return _ENDED
+        own_work(dist.irecv(tensor, group=self._group, group_src=rank, tag=0)).wait()
+        return ENDED
 
 
-class NcclTransport(Transport):
-    """One communicator per ordered pair of ranks, so that one direction never blocks the other.
-
-    Untested with more than one GPU until somebody has run it.
-    """
-
-    ordered = True
-
-    def __init__(self, pair: Callable[[int, int], dist.ProcessGroup], rank: int) -> None:
-        self._pair = pair
-        self._rank = rank
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Enqueued on the pair's stream; ``wait`` orders the current stream behind it."""
-        group = self._pair(self._rank, rank)
-        return _work(dist.isend(tensor, group=group, group_dst=int(self._rank < rank)))
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        group = self._pair(rank, self._rank)
-        return _work(dist.irecv(tensor, group=group, group_src=int(self._rank < rank)))
-
-
-class StagedTransport(Transport):
-    """Gloo through pinned memory, for ranks that share a GPU (NCCL refuses that).
-
-    A thread waits for the copies to the host, so that the rank can give the device its next work.
-    It is not the thread that posts receives: those must not wait for what the device still does.
-    """
-
-    ordered = False
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._gloo = GlooTransport(group)
-        self._copies = _thread("copies", self)
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Starts a copy to the host; the message leaves when it is there. Never waits."""
-        fetch = Fetch(tensor)
-        later = _Later(lambda: self._gloo.send(fetch.tensor(), rank, tag))
-        self._copies.put(later)
-        return later
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return _Landing(self._gloo.receive(staged, rank, tag), staged, tensor)
-
-
-class _Later:
+class Later:
     """A message that another thread starts."""
 
     __slots__ = ("_call", "_error", "_started", "_work")
@@ -308,16 +258,22 @@ class _Later:
         self._work.wait()
 
 
-def _thread(name: str, owner: object) -> SimpleQueue[_Later | None]:
+def serving_thread(
+    name: str, owner: object, device: torch.device | None = None
+) -> SimpleQueue[Later | None]:
     """The queue of a thread that starts what is put there, and ends with its owner."""
-    calls: SimpleQueue[_Later | None] = SimpleQueue()
-    threading.Thread(target=_serve, args=(calls,), name=name, daemon=True).start()
+    calls: SimpleQueue[Later | None] = SimpleQueue()
+    threading.Thread(target=_serve, args=(calls, device), name=name, daemon=True).start()
     # The thread does not keep the owner alive.
     weakref.finalize(owner, calls.put, None)
     return calls
 
 
-def _serve(calls: SimpleQueue[_Later | None]) -> None:
+def _serve(calls: SimpleQueue[Later | None], device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        # Each thread has a current device, GPU 0 at first: a wait for an event there would make
+        # every rank of the machine a context on it.
+        torch.cuda.set_device(device)
     while True:
         later = calls.get()
         if later is None:
@@ -332,144 +288,9 @@ class _Ended:
         """Nothing left to wait for."""
 
 
-_ENDED = _Ended()
+ENDED = _Ended()
 
 
-class _Landing:
-    def __init__(self, handle: Handle, staged: Tensor, target: Tensor) -> None:
-        self._handle = handle
-        self._staged = staged
-        self._target = target
-
-    def wait(self) -> None:
-        self._handle.wait()
-        self._target.copy_(self._staged, non_blocking=True)
-
-
-def _work(work: dist.Work | None) -> dist.Work:
+def own_work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is not in the message's group"
     return work
-
-
-def chosen_transport(
-    backend: str,
-    communicators: Communicators,
-    where: Coordinates,
-    device: torch.device,
-    tensor_ranks: TensorRanks | None,
-    *,
-    timeout_s: float,
-) -> Transport | None:
-    """The transport of a backend; None for a pipeline of one rank. Collective over the pipeline.
-
-    Tensor-parallel ranks send a slice each, unless their stream is cut along the sequence anyway.
-    """
-    transport = _whole(backend, communicators, where, device, timeout_s)
-    if transport is None or tensor_ranks is None or tensor_ranks.sequence:
-        return transport
-    return SlicedTransport(transport, tensor_ranks)
-
-
-def _whole(
-    backend: str,
-    communicators: Communicators,
-    where: Coordinates,
-    device: torch.device,
-    timeout_s: float,
-) -> Transport | None:
-    pipeline = where.pipeline(where.dp_rank)
-    group = communicators.get("messages", pipeline)
-    if group is None:
-        return None
-    if backend == "nccl":
-
-        def pair(source: int, target: int) -> dist.ProcessGroup:
-            found = communicators.get("messages", (pipeline[source], pipeline[target]))
-            assert found is not None
-            return found
-
-        return NcclTransport(pair, where.pp_rank)
-    if backend == "strict":
-        return StrictTransport(group)
-    # Gloo sends host memory only.
-    if backend == "staged" or device.type == "cuda":
-        return StagedTransport(group)
-    if backend == "shared":
-        return SharedTransport(group, timeout_s=timeout_s)
-    return GlooTransport(group)
-
-
-_ROUNDING = 1e-2
-
-
-class SlicedTransport(Transport):
-    """Another transport's messages, a slice of the flattened tensor each.
-
-    Every rank of the sending group holds the whole tensor. So each sends one slice to its
-    counterpart, and the receiving ranks complete it over their own, faster links.
-    """
-
-    def __init__(self, inner: Transport, ranks: TensorRanks) -> None:
-        self._inner = inner
-        self._ranks = ranks
-        self.ordered = inner.ordered
-        self.slices = ranks.size
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        width = self._width(tensor)
-        start = min(self._ranks.rank * width, tensor.numel())
-        own = tensor.view(-1)[start : start + width]
-        if own.numel() < width:
-            # All slices have one size, so that they can be gathered.
-            padded = own.new_zeros(width)
-            padded[: own.numel()] = own
-            own = padded
-        return _Sent(self._inner.send(own, rank, tag), own)
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
-        """Receives a slice; the gathering waits for ``wait``, which all ranks call in one order."""
-        own = tensor.new_empty(self._width(tensor))
-        return _Gathering(self._inner.receive(own, rank, tag), own, tensor, self._ranks)
-
-    def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        """Compares tensors between ranks: slices of different tensors make no whole."""
-        for tensor in tensors:
-            copies = self._ranks.gather(tensor.detach()).double()
-            spread = copies.amax(0) - copies.amin(0)
-            if spread.numel() and spread.max() > _ROUNDING * copies.abs().max():
-                raise ModelError(
-                    f"tp={self._ranks.size}: stage {stage} hands on a tensor of "
-                    f"{tuple(tensor.shape)} that differs between tensor-parallel ranks, as the "
-                    "output of a 'colwise' layer does. Let a unit end with a 'rowwise' layer, or "
-                    "cut elsewhere with schedule.layers_per_stage."
-                )
-
-    def _width(self, tensor: Tensor) -> int:
-        return -(-tensor.numel() // self._ranks.size)
-
-
-class _Sent:
-    def __init__(self, handle: Handle, slice_: Tensor) -> None:
-        self._handle = handle
-        self._slice = slice_
-
-    def wait(self) -> None:
-        self._handle.wait()
-
-
-class _Gathering:
-    def __init__(self, handle: Handle, slice_: Tensor, target: Tensor, ranks: TensorRanks) -> None:
-        self._handle = handle
-        self._slice = slice_
-        self._target = target
-        self._ranks = ranks
-
-    def wait(self) -> None:
-        self._handle.wait()
-        whole = self._target.view(-1)
-        if whole.numel() == self._slice.numel() * self._ranks.size:
-            self._ranks.gather_into(whole, self._slice)
-        else:
-            gathered = self._slice.new_empty(self._slice.numel() * self._ranks.size)
-            self._ranks.gather_into(gathered, self._slice)
-            whole.copy_(gathered[: whole.numel()])
