@@ -202,8 +202,8 @@ class ClusterConfig:
     )
     backend: Literal["auto", "shared", "gloo", "nccl", "staged"] = key(
         "auto",
-        "Transport: on CPU shared memory within a machine and gloo between machines, or gloo "
-        "alone; nccl between GPUs, staged = gloo through host memory for GPUs.",
+        "Transport: shared memory (of a GPU that ranks share, too) within a machine and gloo "
+        "between machines, or gloo alone; nccl between GPUs; staged = gloo through host memory.",
     )
     start: Literal["auto", "fork", "fresh"] = key(
         "auto",

@@ -17,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.costs.profile_file import Link
-from strategies.runtime.messages.device_transport import NcclTransport, StagedTransport
+from strategies.runtime.messages.device_transport import (
+    DeviceTransport,
+    NcclTransport,
+    StagedTransport,
+)
 from strategies.runtime.messages.transport import GlooTransport, SharedTransport, Transport
 
 _SIZES = (2**10, 2**14, 2**17, 2**20, 2**22)  # bytes
@@ -43,6 +47,8 @@ def measure_links(
     transport: Transport
     if backend == "nccl":
         transport = NcclTransport(lambda source, target: pairs[source < target], own, device)
+    elif backend == "shared" and device.type == "cuda":
+        transport = DeviceTransport(group, device, timeout_s=600.0)
     elif backend == "shared":
         transport = SharedTransport(group, timeout_s=600.0)
     elif backend == "staged":
@@ -51,7 +57,9 @@ def measure_links(
         transport = GlooTransport(group)
     messages = _fitted(device, partial(_there_and_back, transport, own), trips=2)
     reductions = _fitted(device, partial(dist.all_reduce, group=group), trips=1)
+    transport.drain()
     dist.barrier(group)
+    transport.close()
     for made in (group, *pairs):
         dist.destroy_process_group(made)
     # A ring of two moves the whole once, in two steps.

@@ -108,6 +108,7 @@ class Case:
     recompute: Recompute = field(default_factory=Recompute)
     optimizer: str = "Adam"
     compile: bool = False
+    whole: bool = True  # again behind the training
     shape: TransformerShape = field(default_factory=small_shape)
 
     @property
@@ -155,7 +156,7 @@ def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict
         seed=0,
         compile=case.compile,
         # From the emulated device no parameter comes back to the host in place.
-        whole_after=False if case.backend == "staged" else "auto",
+        whole_after="auto" if case.whole and case.backend != "staged" else False,
     )
     resume = trainer_options.pop("resume", None)
     precision = trainer_options.pop("precision", "64-true")

@@ -274,6 +274,7 @@ class RankWeights(RankSetup):
     def close(self) -> None:
         """Ends all sends and gives the communicators back; the engine is of no use afterwards."""
         self.drain()
+        self.mailbox.close()
         self.remove_hooks()
         if self._parts.turns is not None:
             self._parts.turns.close()

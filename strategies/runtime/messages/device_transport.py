@@ -1,7 +1,8 @@
-"""How tensors get from GPU to GPU: by NCCL, or through the host."""
+"""How tensors get from GPU to GPU: by NCCL, in memory of a shared GPU, or through the host."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,7 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.models.state import Fetch
+from strategies.runtime.messages.device_memory import DeviceChannel, share_device
+from strategies.runtime.messages.exchange import Exchange
+from strategies.runtime.messages.shared_memory import connect
 from strategies.runtime.messages.transport import (
+    ENDED,
     Arrival,
     GlooTransport,
     Handle,
@@ -18,6 +23,8 @@ from strategies.runtime.messages.transport import (
     own_work,
     serving_thread,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class NcclTransport(Transport):
@@ -82,6 +89,99 @@ class _ToHost:
 
     def is_here(self) -> bool:
         return self._arrival.is_here()
+
+
+class DeviceTransport(Transport):
+    """In device memory between ranks that share a GPU; through host memory to all others.
+
+    ``Transport.drain`` matters here: a process that ends takes the memory with it in which its
+    last messages are.
+    """
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
+        """Collective over the group."""
+        exchange = Exchange(group)
+        words = connect(exchange, timeout_s=timeout_s)
+        self._near, why = share_device(exchange, words, device)
+        alone = len(self._near) == exchange.size - 1
+        self._staged = None if alone else StagedTransport(group, device)
+        if why is not None and dist.get_rank() == 0:
+            _log.warning(
+                "cluster.backend=shared: some ranks of one machine exchange tensors through host "
+                "memory (%s). Use cluster.backend=nccl where each rank has a GPU of its own.",
+                why,
+            )
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        channel = self._near.get(rank)
+        if channel is None:
+            assert self._staged is not None
+            return self._staged.send(tensor, rank, tag)
+        channel.send(tensor, tag)
+        return ENDED
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Handle:
+        channel = self._near.get(rank)
+        if channel is None:
+            assert self._staged is not None
+            return self._staged.receive(tensor, rank, tag)
+        return _CopiedOut(channel, tensor, tag)
+
+    def expect(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, rank: int, tag: int
+    ) -> Arrival:
+        channel = self._near.get(rank)
+        if channel is None:
+            return super().expect(shape, dtype, device, rank, tag)
+        return _Announced(channel, shape, dtype, device, tag)
+
+    def drain(self) -> None:
+        for channel in self._near.values():
+            channel.drain()
+
+    def close(self) -> None:
+        for channel in self._near.values():
+            channel.unmap()
+        for channel in self._near.values():
+            channel.free()
+
+
+class _Announced:
+    """A tensor in a block; its own memory is taken when it is waited for."""
+
+    __slots__ = ("_channel", "_device", "_dtype", "_shape", "_tag")
+
+    def __init__(
+        self,
+        channel: DeviceChannel,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        tag: int,
+    ) -> None:
+        self._channel = channel
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._tag = tag
+
+    def wait(self) -> Tensor:
+        return self._channel.take(self._tag, self._shape, self._dtype, self._device)
+
+    def is_here(self) -> bool:
+        return self._channel.has(self._tag)
+
+
+class _CopiedOut:
+    def __init__(self, channel: DeviceChannel, target: Tensor, tag: int) -> None:
+        self._channel = channel
+        self._target = target
+        self._tag = tag
+
+    def wait(self) -> None:
+        self._channel.take_into(self._target, self._tag)
 
 
 class StagedTransport(Transport):

@@ -340,6 +340,13 @@ class Mailbox:
         """Waits for everything sent; the peers have posted all receives or will without us."""
         self.finish()
         self._wait_previous()
+        if self._transport is not None:
+            self._transport.drain()
+
+    def close(self) -> None:
+        """Gives back what peers have mapped; drained, and all ranks call it."""
+        if self._transport is not None:
+            self._transport.close()
 
     def _wait_previous(self) -> None:
         for handle, _ in self._previous:

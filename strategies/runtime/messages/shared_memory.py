@@ -13,6 +13,7 @@ could outlive both processes, and are not limited by the size of /dev/shm.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import secrets
@@ -39,6 +40,7 @@ _PACKET = struct.Struct("<qiq")
 _NO_BLOCK = -1
 _SMALL = 1024  # bytes that travel in the announcement itself
 _PAGE = 4096
+_LOOK_S = 1e-4
 _BLOCKS = 2**20  # per direction; a byte of each says whether the receiver has it
 _FD = struct.Struct("@i")
 _PEER = struct.Struct("@iII")  # pid, uid and gid of a Unix socket's other end
@@ -226,9 +228,13 @@ class Channel:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         size = flat.numel()
         if size <= _SMALL:
-            self._write(_PACKET.pack(tag, _NO_BLOCK, size) + flat.numpy().tobytes(), None)
+            self.write(flat.numpy().tobytes(), tag)
             return
         self._fill(self._free_block(size), flat, tag)
+
+    def write(self, data: bytes, tag: int) -> None:
+        """A message of at most 1024 bytes."""
+        self._write(_PACKET.pack(tag, _NO_BLOCK, len(data)) + data, None)
 
     def send_later(self, tensor: Tensor, tag: int) -> Callable[[], None]:
         """What sends it, from another thread perhaps; it must stay unchanged until then."""
@@ -254,7 +260,6 @@ class Channel:
             if not lent[number]:
                 lent[number] = 1
                 return number, block, None
-        number = self._count
         handle = os.memfd_create("foldpipe")
         try:
             os.ftruncate(handle, room)
@@ -262,7 +267,7 @@ class Channel:
         except OSError:  # no memory; said as that of any other tensor
             os.close(handle)
             raise
-        self._count += 1
+        number = self.new_number()
         blocks.append((number, block))
         lent[number] = 1
         return number, block, handle
@@ -275,10 +280,7 @@ class Channel:
         Raises:
             RuntimeError: The other end has gone, or has said nothing for the time-out.
         """
-        arrived = self._arrived
-        while not arrived.get(tag):
-            self._read_announcement()
-        packet = arrived[tag].popleft()
+        packet = self._next(tag)
         count = prod(shape)
         data: bytearray | memoryview
         if isinstance(packet, bytes):
@@ -297,6 +299,18 @@ class Channel:
             )
         return torch.frombuffer(data, dtype=dtype).view(shape)
 
+    def read(self, tag: int) -> bytes:
+        """The oldest message of that tag, which was sent by ``write``; waits for it."""
+        packet = self._next(tag)
+        assert isinstance(packet, bytes), "a tensor came where bytes were expected"
+        return packet
+
+    def _next(self, tag: int) -> _Packet:
+        arrived = self._arrived
+        while not arrived.get(tag):
+            self._read_announcement()
+        return arrived[tag].popleft()
+
     def has(self, tag: int) -> bool:
         """Whether a message of that tag has arrived; waits for none."""
         arrived = self._arrived
@@ -306,6 +320,46 @@ class Channel:
         except BlockingIOError:
             return False
         return True
+
+    # Blocks of memory that is shared in another way have numbers among these, and a byte each.
+
+    def new_number(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def lend(self, number: int) -> None:
+        """Notes that the other end has an own block from now on."""
+        self._lent[number] = 1
+
+    def state(self, number: int) -> int:
+        """An own block's byte."""
+        return self._lent[number]
+
+    def set_state(self, number: int, state: int) -> None:
+        """Sets the byte of one of the other end's blocks."""
+        assert self._their_lent is not None
+        self._their_lent[number] = state
+
+    def until(self, condition: Callable[[], bool], *, at_most_s: float = math.inf) -> bool:
+        """Waits for what the other end does without a message, for the time-out at most.
+
+        Returns:
+            Whether the wait is over: it has been done, or the other end has gone.
+        """
+        end = time.monotonic() + min(self._timeout_s, at_most_s)
+        while not condition() and not self._has_gone():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def _has_gone(self) -> bool:
+        try:
+            return not self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _read_announcement(self, flags: int = 0) -> None:
         data, handle = self._read(_PACKET.size + _SMALL, flags)
@@ -326,7 +380,7 @@ class Channel:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(handle))]
                 self._link.sendmsg([data], rights)
         except BlockingIOError:
-            raise self._timed_out("send") from None
+            raise self.timed_out("send") from None
         except OSError as error:
             raise RuntimeError(
                 f"Connection closed by peer, a rank of this machine: {error}"
@@ -338,7 +392,7 @@ class Channel:
         except BlockingIOError:
             if flags:
                 raise
-            raise self._timed_out("recv") from None
+            raise self.timed_out("recv") from None
         except OSError as error:
             raise RuntimeError(
                 f"Connection closed by peer, a rank of this machine: {error}"
@@ -347,7 +401,7 @@ class Channel:
             raise RuntimeError("Connection closed by peer, a rank of this machine")
         return data, _FD.unpack(extra[0][2])[0] if extra else None
 
-    def _timed_out(self, what: str) -> RuntimeError:
+    def timed_out(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"Timed out waiting {self._timeout_s * 1e3:.0f}ms for {what} operation to complete "
             "with a rank of this machine"

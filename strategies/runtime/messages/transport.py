@@ -75,6 +75,12 @@ class Transport(ABC):
     def check_whole(self, stage: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Called once for every new shape; refuses what cannot travel in slices."""
 
+    def drain(self) -> None:  # noqa: B027
+        """Returns when this process may end: nobody needs memory of it any more; all call it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Gives back what other ranks have mapped; drained, and all call it."""
+
 
 class GlooTransport(Transport):
     """Tagged messages on CPU; sends end when the peer has posted its receive.

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from strategies.errors import ModelError
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
-from strategies.runtime.messages.device_transport import NcclTransport, StagedTransport
+from strategies.runtime.messages.device_transport import (
+    DeviceTransport,
+    NcclTransport,
+    StagedTransport,
+)
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.transport import (
     GlooTransport,
@@ -61,11 +65,13 @@ def _whole(
         return NcclTransport(pair, where.pp_rank, device)
     if backend == "strict":
         return StrictTransport(group)
+    if backend == "shared":
+        if device.type == "cuda":
+            return DeviceTransport(group, device, timeout_s=timeout_s)
+        return SharedTransport(group, timeout_s=timeout_s)
     # Gloo sends host memory only.
     if backend == "staged" or device.type == "cuda":
         return StagedTransport(group, device)
-    if backend == "shared":
-        return SharedTransport(group, timeout_s=timeout_s)
     return GlooTransport(group)
 
 
@@ -113,6 +119,12 @@ class SlicedTransport(Transport):
                     "output of a 'colwise' layer does. Let a unit end with a 'rowwise' layer, or "
                     "cut elsewhere with schedule.layers_per_stage."
                 )
+
+    def drain(self) -> None:
+        self._inner.drain()
+
+    def close(self) -> None:
+        self._inner.close()
 
     def _width(self, tensor: Tensor) -> int:
         return -(-tensor.numel() // self._ranks.size)
