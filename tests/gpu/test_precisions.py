@@ -12,7 +12,7 @@ from tests.gpu.layouts import Layout, all_layouts, check, pairwise
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("backend", ["staged"])
+@pytest.mark.parametrize("backend", ["shared", "staged"])
 @pytest.mark.parametrize("layout", pairwise(all_layouts()), ids=str)
 def test_ranks_that_share_a_gpu_train_as_one_process_does(
     layout: Layout, backend: str, ranks: Callable[[int], Ranks]

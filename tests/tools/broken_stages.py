@@ -32,7 +32,7 @@ def raises(setting: Setting) -> dict[str, Any]:
 
 
 def runs_out_of_memory(setting: Setting) -> dict[str, Any]:
-    return {"size": np.ones(1 << 60).size}
+    return {"size": np.ones(1 << 46).size}
 
 
 def finds_fault(setting: Setting) -> dict[str, Any]:
