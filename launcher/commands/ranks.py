@@ -190,7 +190,7 @@ def check_devices(run: Run) -> None:
     if nccl and run.world_size > num_gpus():
         raise PlanError(
             f"{_product(config.pp, run.dp, config.tp)} ranks on {num_gpus()} GPUs: NCCL "
-            "needs a GPU per rank. Try cluster.backend=staged, which shares GPUs."
+            "needs a GPU per rank. Try cluster.backend=shared, which shares GPUs."
         )
 
 

@@ -107,12 +107,12 @@ def _least_world(config: LaunchConfig) -> int:
 
 
 def _check_gpus(parallel: int, world: int, configs: Sequence[LaunchConfig]) -> None:
-    if all(config.cluster.backend == "staged" for config in configs):
+    if all(config.cluster.backend in ("shared", "staged") for config in configs):
         return  # GPUs are shared by ranks
     gpus = num_gpus()
     if parallel * world > gpus:
         fits = gpus // world
-        fix = f"sweep.parallel={fits}" if fits else "sweep.parallel=1 cluster.backend=staged"
+        fix = f"sweep.parallel={fits}" if fits else "sweep.parallel=1 cluster.backend=shared"
         raise PlanError(
             f"sweep.parallel={parallel} jobs of up to {world} ranks take {parallel * world} GPUs, "
             f"and this machine has {gpus}. Try {fix}."

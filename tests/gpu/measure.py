@@ -70,6 +70,14 @@ def gpu_option(name: str) -> str:
     pytest.skip(f"conf/hardware has no {name}")
 
 
+SMALL = Device(
+    "gpu",
+    "",
+    ("model=tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.kv_heads=8",
+     "model.ffn=1536", "model.sequence=512"),
+)  # fmt: skip
+
+
 def train(device: Device, folder: Path, *words: str, timeout_s: float = 1500) -> dict[str, Any]:
     """``result.json`` of a training of some steps; nothing is saved or validated."""
     run = launch(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from launcher.workloads.transformer import Attention
-from tests.distributed.pool import Ranks
-from tests.distributed.test_parity import check
-from tests.distributed.test_tensor_parallel import check as check_shared
-from tests.distributed.training import Case, small_shape
-from tests.gpu.measure import GPU, Device, flops_per_s, matmul_peak, train
+from tests.distributed.training import small_shape
+from tests.gpu.measure import GPU, SMALL, flops_per_s, matmul_peak, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
 TARGET = 0.5  # of the measured matmul peak
-SMALL = Device(
-    "gpu",
-    "",
-    ("model=tiny", "model.layers=8", "model.hidden=512", "model.heads=8", "model.kv_heads=8",
-     "model.ffn=1536", "model.sequence=512"),
-)  # fmt: skip
 
 
 def test_a_compiled_llama_of_a_billion_weights_uses_half_of_the_gpu(
@@ -49,24 +39,17 @@ def test_a_compiled_llama_of_a_billion_weights_uses_half_of_the_gpu(
     assert reached > TARGET * peak
 
 
-def test_attention_never_writes_its_scores_down() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_never_writes_its_scores_down(dtype: torch.dtype) -> None:
     shape = small_shape(layers=1, hidden=256, heads=8, kv_heads=2, ffn=512)
     with torch.device("cuda"):
-        attention = Attention(shape).bfloat16()
-    stream = torch.randn(2, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        attention = Attention(shape).to(dtype)
+    stream = torch.randn(2, 512, 256, device="cuda", dtype=dtype, requires_grad=True)
+    # All that keep scores to themselves; what none of them takes is refused.
+    kinds = ("FLASH", "CUDNN", "EFFICIENT")
+    with sdpa_kernel([getattr(SDPBackend, f"{kind}_ATTENTION") for kind in kinds]):
         attention(stream).sum().backward()
     assert stream.grad is not None
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
-def test_peak_memory_is_near_the_prediction(precision: str, tmp_path: Path) -> None:
-    result = train(
-        SMALL, tmp_path, f"trainer.precision={precision}", "num_microbatches=4",
-        "data.microbatch_size=8", "trainer.max_steps=5",
-    )  # fmt: skip
-    (measured,), (predicted,) = result["peak_memory_bytes"], result["predicted_peak_memory_bytes"]
-    assert 0.6 * predicted < measured < 1.6 * predicted
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
@@ -90,23 +73,3 @@ def test_ranks_that_share_a_gpu_report_reductions_and_memory(tmp_path: Path) -> 
     assert result["measured_exposed_grad_reduce_s"] > 0
     assert len(result["peak_memory_bytes"]) == 2
     assert all(peak > 0 for peak in result["peak_memory_bytes"])
-
-
-SHAPE = small_shape(layers=2, hidden=16, heads=4, kv_heads=4, tie_embeddings=True)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("zb_v", pp=2, accelerator="gpu"),
-        Case("1f1b", pp=2, split_backward=True, accumulation=2, accelerator="gpu"),
-        Case("foldx_aiao", pp=2, dp=2, overlap="zero1", clip=0.05, accelerator="gpu"),
-        Case("1f1b", pp=2, tp=2, shape=SHAPE, clip=0.05, accelerator="gpu"),
-        Case("1f1b", tp=2, shape=SHAPE, sequence_parallel=True, accelerator="gpu"),
-    ],
-    ids=["zb", "split", "zero1", "tp", "sequence"],
-)
-def test_ranks_that_share_a_gpu_equal_plain_torch(
-    case: Case, ranks: Callable[[int], Ranks]
-) -> None:
-    (check_shared if case.tp > 1 else check)(case, ranks)

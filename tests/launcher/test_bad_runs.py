@@ -143,7 +143,7 @@ def test_more_nccl_ranks_than_gpus(refused, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     message = refused([*MODEL, "pp=2", "cluster.backend=nccl"])
     assert "2 ranks on 1 GPUs" in message
-    assert "Try cluster.backend=staged" in message
+    assert "Try cluster.backend=shared" in message
 
 
 def test_generating_over_several_ranks(refused, tmp_path):

@@ -63,7 +63,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "foldx_fifo": (_BF16, *_FOUR, "schedule=foldx_fifo"),
     "bf16_sums": (_BF16, *_FOUR, "overlap.sum_dtype=bf16"),
 }
-_WARM_UPS = 3
+_WARM_UPS = 2
 
 
 def composed(words: Sequence[str], *, quick: bool, hardware: str) -> Run:
@@ -109,7 +109,7 @@ def configurations(setting: Setting) -> dict[str, Any]:
         expected = predicted_of(run) if setting.quick else before[name]
         rows[name] = {"words": list(words), "predicted": expected}
         try:
-            rows[name] |= measure(run, clock, steps=1 if setting.quick else 6)
+            rows[name] |= measure(run, clock, steps=1 if setting.quick else 4)
         except RuntimeError as error:  # An out-of-memory error is one, too.
             rows[name]["error"] = str(error).splitlines()[0][:300]
             clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +14,8 @@ from typing import Any
 
 from tools.gpu_proof.proof import ROOT, Setting
 
-_AT_A_TIME = 6
+_AT_A_TIME = 8
+_REPORTS_S = 12
 # The first is the stage `speed`, and precisions are held to a plain loop in test_precisions.py.
 _CHOSEN = "not uses_half_of_the_gpu and not short_types_learn"
 _FILES = (
@@ -38,11 +41,13 @@ def numerics(setting: Setting) -> dict[str, Any]:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=output, env=dict(os.environ)
             )
-            try:
-                code: int | None = process.wait(setting.seconds - 6)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                code = None
+            code: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(setting.seconds - _REPORTS_S - 2)
+            if code is None:  # It writes its report of what has ended by then.
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_REPORTS_S)
         said = log.read_text(errors="replace")
         found: dict[str, Any] = {"exit": code}
         if report.exists():
@@ -53,7 +58,9 @@ def numerics(setting: Setting) -> dict[str, Any]:
             name for name, test in found.get("tests", {}).items() if test["outcome"] == "failed"
         ]
         if code != 0:
-            found["failed"] = f"{len(wrong)} tests failed: {', '.join(wrong)}; {said[-400:]}"
+            ended = "" if code is not None else "not all ended in time; "
+            found["failed"] = f"{ended}{len(wrong)} failed: {', '.join(wrong)}"
+            found["says"] = said[-6000:]
         return found
 
 

@@ -284,7 +284,7 @@ def _kernels(found: Found) -> list[str]:
 def _speed(found: Found) -> list[str]:
     parts = ["## Speed"]
     rows = []
-    for name in ("launch_bound", "large"):
+    for name in ("launch_bound", "large", "small_microbatches"):
         if name in found:
             row = found[name]
             rows.append(

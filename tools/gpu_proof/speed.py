@@ -36,7 +36,7 @@ from tools.gpu_proof.launches import ended, start, words_of
 from tools.gpu_proof.proof import Setting
 from tools.gpu_proof.timing import Clock
 
-_BF16 = "trainer.precision=bf16-true"
+_BF16, _MIXED = "trainer.precision=bf16-true", "trainer.precision=bf16-mixed"
 # Kernels of microseconds: the host decides. 16 layers, 256 wide, 256 tokens.
 _LAUNCH_BOUND = (
     "model.layers=16", "model.hidden=256", "model.heads=4", "model.kv_heads=4", "model.ffn=768",
@@ -50,12 +50,13 @@ def speed(setting: Setting) -> dict[str, Any]:
     clock = Clock(setting.device, quick=setting.quick)
     clock.warm(2.0)
     found: dict[str, Any] = {"clocks": clock.clocks()}
-    for name, words in (
-        ("launch_bound", (*_LAUNCH_BOUND, "trainer.precision=32-true")),
-        ("large", ("trainer.precision=bf16-mixed", "num_microbatches=4", "data.microbatch_size=4")),
+    for name, words, steps in (
+        ("launch_bound", (*_LAUNCH_BOUND, "trainer.precision=32-true"), 10),
+        ("large", (_MIXED, "num_microbatches=4", "data.microbatch_size=4"), 5),
+        ("small_microbatches", (_MIXED, "num_microbatches=16", "data.microbatch_size=1"), 3),
     ):
         run = composed(words, quick=setting.quick, hardware=described(setting.device))
-        found[name] = overhead(run, clock, steps=2 if setting.quick else 10)
+        found[name] = overhead(run, clock, steps=2 if setting.quick else steps)
         setting.keep(found)
     words = (_BF16, "num_microbatches=2", "data.microbatch_size=8")
     run = composed(words, quick=setting.quick, hardware=described(setting.device))
@@ -145,7 +146,7 @@ def host_waits(clock: Clock) -> Iterator[list[str]]:
     found += [
         f"read {one.filename.rpartition('/')[2]}:{one.lineno}"
         for one in caught
-        if "synchroniz" in str(one.message)
+        if "called a synchronizing" in str(one.message)
     ]
 
 

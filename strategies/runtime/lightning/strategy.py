@@ -126,9 +126,9 @@ class PipelineStrategy(SetupStrategy):
             with ``zero1``; ``bf16`` sums those of bf16 weights in 16: half the memory, and what is
             small beside a sum is lost. Weights that several stages share keep 32.
         backend: ``auto`` takes ``shared`` on CPU (shared memory within a machine, gloo between
-            machines) and NCCL on CUDA, or ``staged`` (gloo through pinned memory) where two ranks
-            have one GPU, told by its UUID. ``gloo`` goes by gloo alone; ``strict`` matches messages
-            by order and blocks.
+            machines) and NCCL on CUDA, or ``shared`` where two ranks have one GPU, told by its
+            UUID: through the memory of that GPU. ``staged`` is gloo through pinned memory, and
+            ``gloo`` gloo alone; ``strict`` matches messages by order and blocks.
         timeout_s: How long a rank waits for another; 1800 if left out.
         seed: Of dropout, data order and what steps draw; None for Lightning's global seed, with
             which steps draw what they draw under stock Lightning.

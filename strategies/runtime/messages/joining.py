@@ -85,13 +85,13 @@ def gpu_backend(gpus: Sequence[str], *, rank: int) -> Backend:
         return "nccl"
     if rank == 0:
         _log.warning(
-            "backend=auto: staged (gloo through host memory), because %d ranks share %d GPU%s and "
-            "NCCL needs a GPU per rank.",
+            "backend=auto: shared (through the memory of the GPU), because %d ranks share %d GPU%s "
+            "and NCCL needs a GPU per rank.",
             count,
             different,
             "s" * (different > 1),
         )
-    return "staged"
+    return "shared"
 
 
 def _reach(rank: int, address: str, port: int, timeout_s: float) -> None:

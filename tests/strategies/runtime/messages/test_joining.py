@@ -130,6 +130,6 @@ def test_ranks_compare_the_gpus_that_they_see_by_uuid(port, monkeypatch):
 def test_only_ranks_that_share_a_gpu_talk_through_host_memory(caplog):
     assert gpu_backend(["GPU-a", "GPU-b"], rank=0) == "nccl"
     assert not caplog.text
-    assert {gpu_backend(["GPU-a", "GPU-b", "GPU-a"], rank=rank) for rank in range(3)} == {"staged"}
-    told = "staged (gloo through host memory), because 3 ranks share 2 GPUs and NCCL needs"
+    assert {gpu_backend(["GPU-a", "GPU-b", "GPU-a"], rank=rank) for rank in range(3)} == {"shared"}
+    told = "shared (through the memory of the GPU), because 3 ranks share 2 GPUs and NCCL needs"
     assert caplog.text.count(told) == 1
