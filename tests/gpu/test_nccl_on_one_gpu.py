@@ -185,6 +185,7 @@ def train_marked(pp: int, backend: str, accelerator: str) -> dict[str, Tensor]:
         share_the_gpu()
     strategy = PipelineStrategy(
         pp=pp,
+        dp=1,  # "auto" would want a GPU per rank
         num_microbatches=2,
         backend=backend,  # type: ignore[arg-type]
         timeout_s=60,

@@ -109,7 +109,7 @@ def configurations(setting: Setting) -> dict[str, Any]:
         expected = predicted_of(run) if setting.quick else before[name]
         rows[name] = {"words": list(words), "predicted": expected}
         try:
-            rows[name] |= measure(run, clock, steps=1 if setting.quick else 4)
+            rows[name] |= measure(run, clock, steps=1 if setting.quick else 3)
         except RuntimeError as error:  # An out-of-memory error is one, too.
             rows[name]["error"] = str(error).splitlines()[0][:300]
             clear()

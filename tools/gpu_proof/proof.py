@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / "build" / "gpu-wheels"
 _SOURCES = ("conf", "launcher", "strategies", "tests", "tools")
 _PATIENCE = 4  # times the deadline in a rehearsal, on two cores of a laptop
+_LEAST_S = 10.0  # in which no stage can show anything
 _LAST_WORDS = 1500  # characters of what a stage has written to stderr
 
 Status = Literal["passed", "failed", "deadline", "skipped"]
@@ -108,7 +109,14 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def prove(
-    groups: Iterable[Sequence[Stage]], card: Card, file: Path, *, quick: bool, again: bool, say: Say
+    groups: Iterable[Sequence[Stage]],
+    card: Card,
+    file: Path,
+    *,
+    limit_s: float,
+    quick: bool,
+    again: bool,
+    say: Say,
 ) -> bool:
     """Runs groups of stages one after the other; the stages of a group run side by side.
 
@@ -116,6 +124,7 @@ def prove(
         groups: In order of their value.
         card: What they run on.
         file: Is read, for stages that have passed before, and written.
+        limit_s: For all of them together: what comes later is skipped.
         quick: Whether this is a rehearsal.
         again: Whether to run stages that have passed before, too.
         say: Prints a line.
@@ -124,7 +133,7 @@ def prove(
         Whether everything that ran has passed.
     """
     sources, commit = digest(), commit_name()
-    passed = True
+    passed, until = True, time.monotonic() + limit_s
     for group in groups:
         running: list[tuple[Stage, _Child, dict[str, Any]]] = []
         for stage in group:
@@ -135,17 +144,23 @@ def prove(
                 say(f"{stage.name}: has passed before")
                 continue
             entry = {**key, "commit": commit, "rehearsal": quick, "began": _now()}
+            left, reason = until - time.monotonic(), ""
             if stage.needs_gb > card.free_gb:
                 reason = (
                     f"needs {stage.needs_gb:g} GB of device memory, and {card.free_gb:.1f} of "
                     f"{card.total_gb:.1f} GB are free"
                 )
+            elif left < _LEAST_S:
+                reason = f"the {limit_s:g} s of its part are over"
+            if reason:
                 _enter(file, stage.name, entry | {"status": "skipped", "reason": reason})
                 say(f"{stage.name}: skipped, {reason}")
                 continue
-            running.append((stage, _Child(stage, card, file, quick=quick), entry))
+            seconds = min(left, stage.deadline_s * (_PATIENCE if quick else 1))
+            running.append((stage, _Child(stage, card, file, seconds, quick=quick), entry))
+        stopped = False
         while running:
-            for one in [one for one in running if one[1].has_ended()]:
+            for one in [one for one in running if stopped or one[1].has_ended()]:
                 running.remove(one)
                 stage, child, entry = one
                 result = child.result()
@@ -153,19 +168,26 @@ def prove(
                 passed = passed and result["status"] == "passed"
                 reason = f": {result['reason'].splitlines()[-1][:200]}" if result["reason"] else ""
                 say(f"{stage.name}: {result['status']} in {result['took_s']:.1f} s{reason}")
-            time.sleep(0.05)
+            try:
+                time.sleep(0.05)
+            except KeyboardInterrupt:  # What has been found so far is kept.
+                stopped = True
+        if stopped:
+            raise KeyboardInterrupt
     return passed
 
 
 class _Child:
     """The process of a stage, and all that it starts."""
 
-    def __init__(self, stage: Stage, card: Card, file: Path, *, quick: bool) -> None:
+    def __init__(
+        self, stage: Stage, card: Card, file: Path, deadline_s: float, *, quick: bool
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="foldpipe-proof-")
         self._result = Path(self._folder.name) / "result.json"
         self._errors = (Path(self._folder.name) / "stderr").open("w+", errors="replace")
         self._begun = time.monotonic()
-        self._deadline_s = stage.deadline_s * (_PATIENCE if quick else 1)
+        self._deadline_s = deadline_s
         told = {
             "function": stage.function,
             "setting": {
@@ -205,7 +227,9 @@ class _Child:
         self._folder.cleanup()
         status: Status = "passed" if code == 0 else "failed" if code is not None else "deadline"
         if code is None:
-            reason = f"did not end within {self._deadline_s:g} s; {said}"
+            late = took > self._deadline_s
+            reason = f"did not end within {self._deadline_s:g} s" if late else "was stopped"
+            reason = f"{reason}; {said}"
         elif code < 0:
             reason = f"was killed by {signal.Signals(-code).name}; {said}"
         else:

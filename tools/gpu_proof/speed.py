@@ -42,7 +42,7 @@ _LAUNCH_BOUND = (
     "model.layers=16", "model.hidden=256", "model.heads=4", "model.kv_heads=4", "model.ffn=768",
     "model.sequence=256", "num_microbatches=4", "data.microbatch_size=1",
 )  # fmt: skip
-_WARM_UPS = 3
+_WARM_UPS = 2
 
 
 def speed(setting: Setting) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def speed(setting: Setting) -> dict[str, Any]:
     found: dict[str, Any] = {"clocks": clock.clocks()}
     for name, words, steps in (
         ("launch_bound", (*_LAUNCH_BOUND, "trainer.precision=32-true"), 10),
-        ("large", (_MIXED, "num_microbatches=4", "data.microbatch_size=4"), 5),
-        ("small_microbatches", (_MIXED, "num_microbatches=16", "data.microbatch_size=1"), 3),
+        ("large", (_MIXED, "num_microbatches=4", "data.microbatch_size=4"), 4),
+        ("small_microbatches", (_MIXED, "num_microbatches=16", "data.microbatch_size=1"), 2),
     ):
         run = composed(words, quick=setting.quick, hardware=described(setting.device))
         found[name] = overhead(run, clock, steps=2 if setting.quick else steps)
@@ -65,7 +65,7 @@ def speed(setting: Setting) -> dict[str, Any]:
     for name, compiled in (("eager", False), ("compiled", True)):
         if compiled and setting.quick:
             continue  # A compiler's minute shows nothing of a GPU.
-        row = measure(run, clock, steps=1 if setting.quick else 8, compile=compiled, on_nan="stop")
+        row = measure(run, clock, steps=1 if setting.quick else 5, compile=compiled, on_nan="stop")
         reached = row["model_flops"] / row["step_s"]
         found[name] = row | {"flops_per_s": reached, "of_matmul": reached / peak}
         setting.keep(found)
