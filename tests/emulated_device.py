@@ -176,6 +176,7 @@ def emulated_device() -> Iterator[EmulatedDevice]:
                 set_device=lambda _: device.chosen_by.add(threading.current_thread().name),
                 synchronize=lambda _=None: device.default.synchronize(),
                 max_memory_allocated=lambda _=None: device.peak_bytes,
+                init=lambda: None,
                 reset_peak_memory_stats=device.forget_peak,
             ),
             mock.patch.object(dist, "all_reduce", partial(_collective, dist.all_reduce)),

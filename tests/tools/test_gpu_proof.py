@@ -136,6 +136,17 @@ def test_the_cheapest_stages_rehearse_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert not page.exists()
 
 
+def test_a_copy_without_history_knows_its_commit_while_its_sources_are_the_same(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(proof, "WHEELS", tmp_path)
+    own = proof.commit_name()
+    (tmp_path / "COMMIT").write_text(f"a1b2c3 {proof.digest()}\n")
+    assert proof.commit_name() == "a1b2c3"
+    (tmp_path / "COMMIT").write_text("a1b2c3 0123456789abcdef\n")
+    assert proof.commit_name() == own
+
+
 def test_every_row_has_a_prediction_that_was_made_before():
     for card, rows in json.loads(PREDICTED.read_text()).items():
         assert list(rows) == list(ROWS), card
@@ -215,8 +226,8 @@ def test_the_page_tells_failures_too(golden):
         "ipc": entry | {"status": "passed", "found": {"message_1024_s": 2.5e-5}},
     }  # fmt: skip
     golden("gpu_page", rendered(stages))
-    assert status_line(stages) == (
+    assert " ".join(status_line(stages).split()) == (
         "**On one GPU** (NVIDIA H100, 2026-11-01) 2 of 4 stages of "
-        "[the proof](docs/evidence/gpu.md) passed. Nothing has run on several GPUs; what\n"
-        "follows was measured on CPUs, or predicted ([limits](docs/limits.md))."
+        "[the proof](docs/evidence/gpu.md) passed. Nothing has run on several GPUs; everything "
+        "below was measured on CPUs, or predicted ([limits](docs/limits.md))."
     )

@@ -48,9 +48,17 @@ def nccl_one(setting: Setting) -> dict[str, Any]:
         group = dist.new_group([0], backend="nccl" if clock.gpu else "gloo")
         dist.all_reduce(x, group=group)
     clock.wait()
-    return found | {
-        "another_s": (time.perf_counter() - begun) / 4, "another_bytes": (used() - before) / 4,
-    }  # fmt: skip
+    found["another_s"] = (time.perf_counter() - begun) / 4
+    found["another_bytes"] = (used() - before) / 4
+    for most in (1, 8) if clock.gpu else ():
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = most
+        before = used()
+        group = dist.new_group([0], backend="nccl", pg_options=options)
+        dist.all_reduce(x, group=group)
+        clock.wait()
+        found[f"another_bytes_of_{most}_channels"] = used() - before
+    return found
 
 
 def nccl_two(setting: Setting) -> dict[str, Any]:

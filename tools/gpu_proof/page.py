@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,12 @@ def status_line(stages: Mapping[str, Found]) -> str:
     """What README says, in one sentence."""
     passed = sum(entry["status"] == "passed" for entry in stages.values())
     newest = max(stages.values(), key=lambda entry: entry["began"])
-    return (
+    said = (
         f"**On one GPU** ({newest['card']}, {newest['began'][:10]}) {passed} of {len(stages)} "
         "stages of [the proof](docs/evidence/gpu.md) passed. Nothing has run on several GPUs; "
-        "what\nfollows was measured on CPUs, or predicted ([limits](docs/limits.md))."
+        "everything below was measured on CPUs, or predicted ([limits](docs/limits.md))."
     )
+    return textwrap.fill(said, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def rendered(stages: Mapping[str, Found]) -> str:
@@ -127,7 +129,7 @@ def _numerics(found: Found) -> list[str]:
     }
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     failed = [
-        (f"`{name}`", short(test.get("says", ""), 300))
+        (f"`{name}`", short(_last_error(test.get("says", "")), 300))
         for name, test in tests.items()
         if test["outcome"] == "failed"
     ]
@@ -139,13 +141,18 @@ def _numerics(found: Found) -> list[str]:
     return [*parts, table(("failed", "with"), failed)] if failed else parts
 
 
+def _last_error(text: str) -> str:
+    """The last line that pytest marks as an error's; all of it where there is none."""
+    marked = [line[1:] for line in text.splitlines() if line.startswith("E ") and line[1:].strip()]
+    return marked[-1] if marked else text
+
+
 def _launches(found: Found) -> list[str]:
     rows = (
         (
             name,
             row["exit"],
             f"{row['loss_last']:.6f}" if "loss_last" in row else short(row.get("says", "")),
-            row.get("backend", ""),
         )
         for name, row in found["rows"].items()
     )
@@ -153,7 +160,7 @@ def _launches(found: Found) -> list[str]:
         "## The launcher",
         "The same training in several layouts, all at once on the card; losses agree to "
         f"{found['tolerance']:g}." if "tolerance" in found else "",
-        table(("layout", "exit", "last loss", "backend"), rows),
+        table(("layout", "exit", "last loss"), rows),
     ]  # fmt: skip
 
 
@@ -352,6 +359,17 @@ def _profile(found: Found) -> list[str]:
     return [*parts, _in_words(found["summary"])] if found.get("summary") else parts
 
 
+def _nccl_one(found: Found) -> list[str]:
+    said = (
+        f"A first communicator of NCCL takes {found['first_bytes'] / 1e9:.2f} GB of the card, each "
+        f"further one {found['another_bytes'] / 1e9:.2f} GB"
+    )
+    few = {key: value for key, value in found.items() if key.endswith("_channels")}
+    for key, value in few.items():
+        said += f"; of {key.split('_')[3]} channel(s) {value / 1e9:.3f} GB"
+    return ["## Messages between two ranks of the card", said + "."]
+
+
 _PARTS: dict[str, Callable[[Found], list[str]]] = {
     "card": _card,
     "launches": _launches,
@@ -361,7 +379,8 @@ _PARTS: dict[str, Callable[[Found], list[str]]] = {
     "kernels": _kernels,
     "speed": _speed,
     "shared_card": _shared,
-    "nccl_two": _links("NCCL, two ranks", "Messages between two ranks of the card"),
+    "nccl_one": _nccl_one,
+    "nccl_two": _links("NCCL, two ranks", "By NCCL, which takes them for two machines (sockets)"),
     "staged": _links("gloo through pinned memory", "Through the host"),
-    "ipc": _links("CUDA IPC", "Through device memory that both have mapped"),
+    "ipc": _links("CUDA IPC", "Through device memory that both have mapped, announced by gloo"),
 }

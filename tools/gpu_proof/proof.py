@@ -262,9 +262,18 @@ def _enter(file: Path, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file in one go: a line per stage, six digits, places relative to the checkout."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    shown = json.loads(
+        json.dumps(content, default=str), parse_float=lambda t: float(f"{float(t):.6g}")
+    )
+    parts = shown.pop("stages", None)
+    text = json.dumps(shown)
+    if parts is not None:
+        lines = (f" {json.dumps(name)}: {json.dumps(entry)}" for name, entry in parts.items())
+        text = text[:-1] + ', "stages": {\n' + ",\n".join(lines) + "\n}}"
+    new.write_text(text.replace(str(ROOT), ".") + "\n")
     new.replace(file)
 
 
@@ -283,14 +292,18 @@ def digest() -> str:
 
 
 def commit_name() -> str:
-    """The commit; of a copy without history that which ``make gpu-wheels`` has noted."""
+    """The commit that these sources are of; of a copy that which ``make gpu-wheels`` has noted."""
+    noted = WHEELS / "COMMIT"
+    if noted.exists():
+        name, _, sources = noted.read_text().strip().partition(" ")
+        if sources == digest():
+            return name
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     with contextlib.suppress(OSError):
         said = subprocess.run(asked, capture_output=True, text=True)
         if said.returncode == 0:
             return said.stdout.strip()
-    noted = WHEELS / "COMMIT"
-    return noted.read_text().strip() if noted.exists() else "unknown"
+    return "unknown"
 
 
 _LOOK = """

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.gpu_proof.proof import ROOT, WHEELS, commit_name
+from tools.gpu_proof.proof import ROOT, WHEELS, commit_name, digest
 
 LIMIT = 60e6  # bytes of all that is copied
 _PURE = ("hydra-core", "omegaconf", "antlr4-python3-runtime")
@@ -32,7 +32,7 @@ def main() -> int:
         subprocess.run([*command, *wanted], check=True)
         shutil.rmtree(WHEELS, ignore_errors=True)
         shutil.copytree(folder, WHEELS)
-    (WHEELS / "COMMIT").write_text(commit_name() + "\n")
+    (WHEELS / "COMMIT").write_text(f"{commit_name()} {digest()}\n")
     sizes = {path.name: path.stat().st_size for path in sorted(WHEELS.iterdir())}
     tree = tree_bytes()
     for name, size in sizes.items():

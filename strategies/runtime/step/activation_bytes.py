@@ -180,6 +180,7 @@ class MemoryUse:
         self._device = device
         self._before = 0
         if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call] # else there are no statistics yet
             torch.cuda.reset_peak_memory_stats(device)
         else:
             self._before = _largest_resident()
