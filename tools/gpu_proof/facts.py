@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -104,9 +105,9 @@ def _copies(clock: Clock) -> dict[str, Any]:
         pages = torch.empty(part, dtype=torch.uint8)
         here = torch.empty(part, dtype=torch.uint8, device=clock.device)
         found[f"host_{part}"] = {
-            "to_host_s": clock.seconds(lambda p=pinned, d=here: p.copy_(d, non_blocking=True)),
-            "from_host_s": clock.seconds(lambda p=pinned, d=here: d.copy_(p, non_blocking=True)),
-            "from_pages_s": clock.seconds(lambda p=pages, d=here: d.copy_(p), most=5),
+            "to_host_s": clock.seconds(partial(pinned.copy_, here, non_blocking=True)),
+            "from_host_s": clock.seconds(partial(here.copy_, pinned, non_blocking=True)),
+            "from_pages_s": clock.seconds(partial(here.copy_, pages), most=5),
         }
     return found
 

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def _large_products(clock: Clock) -> dict[str, float]:
     ):  # fmt: skip
         torch.backends.cuda.matmul.allow_tf32 = tf32
         a, b = clock.random(side, side, dtype=kind), clock.random(side, side, dtype=kind)
-        found[name] = 2 * side**3 / clock.seconds(lambda a=a, b=b: a @ b, 0.1)
+        found[name] = 2 * side**3 / clock.seconds(partial(torch.mm, a, b), 0.1)
     torch.backends.cuda.matmul.allow_tf32 = False
     return found
 
@@ -206,9 +207,7 @@ def _attention(clock: Clock, hardware: Hardware) -> dict[str, Any]:
                     row[key] = [
                         clock.seconds(call),
                         clock.seconds(
-                            lambda out=out, g=g, q=q, k=k, v=v: torch.autograd.grad(
-                                out, (q, k, v), g, retain_graph=True
-                            )
+                            partial(torch.autograd.grad, out, (q, k, v), g, retain_graph=True)
                         ),
                     ]
             except RuntimeError as error:

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tools.gpu_proof.proof import ROOT, Setting
 from tools.gpu_proof.timing import Clock
@@ -136,7 +138,7 @@ def _rank(kind: str, rank: int, device: str, quick: bool, port: int, note: str) 
         found[f"message_{size}_s"] = _one_way(clock, rank, *way(size), 5 if nccl else 20)
         if nccl:
             t = torch.empty(size, dtype=torch.uint8, device=clock.device)
-            found[f"all_reduce_{size}_s"] = clock.host(lambda t=t: dist.all_reduce(t), 5)["done_s"]
+            found[f"all_reduce_{size}_s"] = clock.host(partial(dist.all_reduce, t), 5)["done_s"]
     dist.barrier()
     if rank == 0:
         with open(note, "w") as file:
@@ -246,7 +248,7 @@ def _by_ipc(clock: Clock, rank: int, most: int) -> Way:
 
 
 def _join(backend: str, rank: int, world: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    store = TCPStore("127.0.0.1", port, world, rank == 0)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 

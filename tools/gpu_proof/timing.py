@@ -50,7 +50,7 @@ class Clock:
             call()
             mark.record()
         self.wait()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3
+        return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))) / 1e3
 
     def random(
         self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False
