@@ -126,7 +126,8 @@ def test_the_cheapest_stages_rehearse_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert command.main(["--rehearse", "--stages", "card,configurations", "--out", str(file)]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("CPU (rehearsal), torch ")
     found = read(file)["stages"]["configurations"]["found"]
-    assert list(found["rows"]) == list(ROWS)
+    assert len(found["rows"]) == 5
+    assert set(found["rows"]) < set(ROWS)
     for row in found["rows"].values():
         assert row["step_s"] > 0
         assert row["model_flops"] > 0

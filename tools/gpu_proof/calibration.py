@@ -29,13 +29,13 @@ _SIZES = "[1,4,8]"
 def profile(setting: Setting) -> dict[str, Any]:
     """Profiles the layers, predicts rows with the profile, and holds them to measured steps."""
     clock = Clock(setting.device, quick=setting.quick)
-    names = _PREDICTED[:2] if setting.quick else _PREDICTED
-    accelerator = "gpu" if clock.gpu else "cpu"
+    names = ("small_microbatches",) if setting.quick else _PREDICTED
+    accelerator, sizes = ("gpu" if clock.gpu else "cpu"), ("[1]" if setting.quick else _SIZES)
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "profile.json"
         words = [
             "mode=profile", *(TINY if setting.quick else LLAMA_1B), "trainer.precision=bf16-true",
-            f"trainer.accelerator={accelerator}", f"profile.microbatch_sizes={_SIZES}",
+            f"trainer.accelerator={accelerator}", f"profile.microbatch_sizes={sizes}",
             "profile.iterations=3", f"profile.file={file}",
         ]  # fmt: skip
         folder = Path(name) / "run"

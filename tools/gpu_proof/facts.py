@@ -177,7 +177,8 @@ def fork(setting: Setting) -> dict[str, Any]:
     Expected are 0 (the child's kernel ran), and 1 where the parent has used the GPU itself.
     """
     found = {}
-    for name, first in (("imports_only", ""), ("after_cuda", "torch.zeros(1, device=sys.argv[2])")):
+    cases = {"imports_only": "", "after_cuda": "torch.zeros(1, device=sys.argv[2])"}
+    for name, first in list(cases.items())[: 1 if setting.quick else None]:
         command = [sys.executable, "-c", _FORK, first, setting.device]
         said = subprocess.run(command, capture_output=True, text=True, timeout=setting.seconds)
         found[name] = said.stdout.strip() or said.stderr[-300:]

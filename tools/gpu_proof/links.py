@@ -8,20 +8,20 @@ runs as between GPUs.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tools.gpu_proof.proof import ROOT, Setting
+from tools.gpu_proof.proof import Setting
 from tools.gpu_proof.timing import Clock
 
 _SIZES = (1 << 10, 1 << 17, 1 << 20, 1 << 24)
@@ -86,40 +86,51 @@ def ipc(setting: Setting) -> dict[str, Any]:
 
 
 def _pair(kind: str, setting: Setting) -> dict[str, Any]:
+    """What rank 0 of two has found. They are forked: nothing here has used the device yet."""
     note = setting.partial.with_name(f"{kind}.json")
-    asked = {
-        "kind": kind, "device": setting.device, "quick": setting.quick, "port": _free_port(),
-        "note": str(note),
-    }  # fmt: skip
-    ranks = []
-    for rank in (0, 1):
-        own = {} if kind == "refused" else {"NCCL_HOSTID": f"shared{rank}"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tools.gpu_proof.links", json.dumps(asked | {"rank": rank})],
-                env={**os.environ, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", **own},
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+    port, until = _free_port(), time.monotonic() + setting.seconds - 3
+    own = {} if kind == "refused" else {"NCCL_HOSTID": "shared{rank}"}
+    variables = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} | own
+    forks = multiprocessing.get_context("fork")
+    logs = [note.with_suffix(f".{rank}") for rank in (0, 1)]
+    ranks = [
+        forks.Process(
+            target=_rank, args=(kind, rank, setting, port, note, variables, logs[rank]), daemon=True
         )
-    until = time.monotonic() + setting.seconds - 3
-    errors = []
+        for rank in (0, 1)
+    ]
     for process in ranks:
-        try:
-            errors.append(process.communicate(timeout=max(1.0, until - time.monotonic()))[1])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            errors.append("did not end; " + process.communicate()[1])
-    if note.exists() and not any(process.returncode for process in ranks):
+        process.start()
+    for process in ranks:
+        process.join(max(1.0, until - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    if note.exists() and codes == [0, 0]:
         found: dict[str, Any] = json.loads(note.read_text())
         return found
-    return {"failed": "\n".join(f"rank {r}: {e[-500:]}" for r, e in enumerate(errors))}
+    said = (
+        ("did not end; " if code is None else "") + log.read_text(errors="replace")[-500:]
+        for code, log in zip(codes, logs, strict=True)
+    )
+    return {"failed": "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(said))}
 
 
-def _rank(kind: str, rank: int, device: str, quick: bool, port: int, note: str) -> None:
-    clock = Clock(device, quick=quick)
+def _rank(
+    kind: str,
+    rank: int,
+    setting: Setting,
+    port: int,
+    note: Path,
+    variables: Mapping[str, str],
+    log: Path,
+) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {name: value.format(rank=rank) for name, value in variables.items()}
+    quick = setting.quick
+    clock = Clock(setting.device, quick=quick)
     if clock.gpu:
         torch.cuda.set_device(clock.device)
     nccl = kind in ("nccl", "refused")
@@ -141,8 +152,7 @@ def _rank(kind: str, rank: int, device: str, quick: bool, port: int, note: str) 
             found[f"all_reduce_{size}_s"] = clock.host(partial(dist.all_reduce, t), 5)["done_s"]
     dist.barrier()
     if rank == 0:
-        with open(note, "w") as file:
-            json.dump(found, file)
+        note.write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)
 
@@ -256,7 +266,3 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-if __name__ == "__main__":
-    _rank(**json.loads(sys.argv[1]))
