@@ -18,7 +18,6 @@ from launcher.config.decode import brings_own
 from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
 from launcher.config.pipeline import recompute_policy
 from launcher.processes.nodes import asked_world
-from launcher.processes.watchdog import COMPILING_S
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.hf_shape import HfShape, read_shape
 from launcher.workloads.loads import unit_loads
@@ -56,6 +55,8 @@ from strategies.planner.problem import handing
 from strategies.schedules.schedule import Schedule, refuse_training
 from strategies.simulator.engine import simulate
 
+# The first forwards and backwards of a pipeline's ranks compile one after the other.
+COMPILING_S = 1800.0
 ELEMENT_BYTES = {
     "32-true": ElementSizes.all(4),
     "64-true": ElementSizes.all(8),

@@ -34,9 +34,8 @@ from launcher.processes.nodes import check_variables
 from launcher.processes.preempted import INTERRUPTED, PreemptedError, PrunedError, Restarts
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import JOB_FILE, rewrite_task, write_task
-from launcher.processes.watchdog import COMPILING_S
 from launcher.report.result import write_result
-from launcher.resolve import Run, num_gpus, text_source, uses_gpu
+from launcher.resolve import COMPILING_S, Run, num_gpus, text_source, uses_gpu
 from launcher.secrets import check_wandb_key, mask
 from launcher.terminal import complain, say, shortened
 from launcher.workloads.data.source import check_file, check_source, vocab_size

@@ -47,8 +47,6 @@ from strategies.heartbeat import (
 _OWN_GAP_S = 2.0
 _RESTING_S = 0.2
 _WARNED_S = 30.0
-# The first forwards and backwards of a pipeline's ranks compile one after the other.
-COMPILING_S = 1800.0
 
 
 class State(Enum):

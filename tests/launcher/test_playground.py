@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -168,6 +169,22 @@ def test_the_archive_has_all_that_the_page_imports_and_nothing_that_needs_more()
     known = {n.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for n in names}
     loaded = {n for n in sys.modules if n.startswith(("launcher.", "strategies."))}
     assert {"launcher.resolve", "strategies.compiler"} <= known & loaded
+
+
+def test_the_page_answers_without_the_modules_that_a_browser_has_not():
+    """CPython for browsers comes without these modules of the standard library."""
+    absent = ("resource", "fcntl", "termios", "pwd", "grp", "syslog", "tty", "pty", "curses")
+    probe = f"""
+import json, sys
+sys.modules |= dict.fromkeys({absent!r})
+from launcher.playground import Options, answer
+print(answer({FIRST!r}, Options(**json.load(sys.stdin)))["result"]["makespan"])
+"""
+    options = json.dumps({"base": OPTIONS.base, "groups": OPTIONS.groups})
+    done = subprocess.run(
+        [sys.executable, "-c", probe], input=options, capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "25.5\n", "")
 
 
 def test_without_npm_there_is_no_pyodide_and_no_error(tmp_path, monkeypatch):
