@@ -178,6 +178,14 @@ class RankServer:
             self._process.kill()
             self._process.wait()
 
+    def abandon(self) -> None:
+        """Leaves it to the process that has started it, of which this one is a fork."""
+        atexit.unregister(self.close)
+        self._socket.close()
+        self._said.close()
+        if self._process is not None:
+            self._process.returncode = 0  # Not a child of this process: nobody waits for it here.
+
     def _send(self, request: dict[str, Any], files: Sequence[int]) -> None:
         body = os.memfd_create("request")
         try:
@@ -258,6 +266,18 @@ def rank_server(environment: Mapping[str, str]) -> RankServer:
     if _server is None:
         _server = RankServer(environment)
     return _server
+
+
+def _forget_server() -> None:
+    """A forked process has no server: two that read one socket take each other's answers."""
+    global _server
+    if _server is not None:
+        _server.abandon()
+        _server = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_server)
 
 
 # -------------------------------------------------------------------------------------- other end
