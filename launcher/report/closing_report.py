@@ -13,7 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from launcher.checkpoints import ROOTS
 from launcher.config.check_code import model_label
+from launcher.config.key import typed
 from launcher.report.result import REPORT, write_atomically
 from launcher.report.summary import format_duration, format_peak, format_percent, summary
 from launcher.report.typed_command import paste, typed_words
@@ -154,19 +156,26 @@ def _next(run: Run, run_dir: Path, result: Mapping[str, object]) -> Iterator[str
     yield "look at    timeline.html: the step as predicted, above the step as measured"
     yield f"{_INDENT}metrics.csv: a row per step; {REPORT}: every figure"
     dropped = ("trainer.resume=", "hydra.")
-    typed = [w for w in typed_words(run_dir) if not w.startswith(dropped)]
+    given = [w for w in typed_words(run_dir) if not w.startswith(dropped)]
     steps, trainer = result.get("steps"), run.config.trainer
     bounded = trainer.max_epochs is None and trainer.max_time is None and trainer.max_steps > 0
     if result.get("checkpoint") and bounded and isinstance(steps, int):
-        words = [w for w in typed if not w.startswith("trainer.max_steps=")]
-        words += [f"trainer.max_steps={2 * trainer.max_steps}", "trainer.resume=auto"]
-        yield from _command("go on", paste(run_dir, words), "add trainer.resume=auto")
+        words = [w for w in given if not w.startswith("trainer.max_steps=")]
+        more = [f"trainer.max_steps={2 * trainer.max_steps}", _resume(str(result["checkpoint"]))]
+        short = [w for w in more if w not in typed_words(run_dir)]
+        yield from _command("go on", paste(run_dir, [*words, *more]), f"add {shlex.join(short)}")
     other = "1f1b" if run.plan.schedule != "1f1b" else "zb_h1"
     if _comparable(run, result):
-        words = [w for w in typed if not w.startswith("schedule")]
+        words = [w for w in given if not w.startswith("schedule")]
         names = f"schedule={run.config.schedule.name},{other}"
         yield from _command("compare", paste(run_dir, ["-m", *words, names]), f"add -m {names}")
     yield f"files: {run_dir}"
+
+
+def _resume(checkpoint: str) -> str:
+    """What the next run goes on with: ``auto`` looks below some folders only."""
+    found = any(Path(checkpoint).is_relative_to(Path(root).absolute()) for root in ROOTS)
+    return "trainer.resume=auto" if found else shlex.split(typed("trainer.resume", checkpoint))[0]
 
 
 def _comparable(run: Run, result: Mapping[str, object]) -> bool:

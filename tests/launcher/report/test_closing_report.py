@@ -1,6 +1,7 @@
 """What a training run ends with fits one screen, whatever the run was."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ MEASURED = {
     "measured_memory_kind": "resident_growth",
     "skipped_steps": 0,
     "restarts": 0,
-    "checkpoint": "/runs/1/checkpoints/step-00000060.ckpt",
+    "checkpoint": str(Path("outputs/1/checkpoints/step-00000060.ckpt").absolute()),
 }
 
 
@@ -95,9 +96,21 @@ def test_words_that_were_typed_come_again_and_too_many_are_left_to_the_user(tmp_
     )
     kept.write_text("".join(f"- model.hidden={i}{'0' * 60}\n" for i in range(4)))
     text = "\n".join(closing(folder=tmp_path))
-    assert "go on      add trainer.resume=auto" in text
+    assert "go on      add trainer.max_steps=120 trainer.resume=auto\n" in text
+    kept.write_text(kept.read_text() + "- trainer.resume=auto\n")
+    text = "\n".join(closing(folder=tmp_path))
+    assert "go on      add trainer.max_steps=120\n" in text
     assert "compare    add -m schedule=1f1b,zb_h1" in text
     assert all(len(line) <= 80 for line in text.splitlines()[:-1])
+
+
+def test_a_checkpoint_that_auto_would_not_find_is_named(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- pp=2\n- hydra.run.dir=/my runs/1\n")
+    lines = closing(folder=tmp_path, checkpoint="/my runs/1/checkpoints/step-00000060.ckpt")
+    (line,) = [line for line in lines if line.startswith("go on")]
+    words = shlex.split(line)
+    assert words[-1] == "trainer.resume='/my runs/1/checkpoints/step-00000060.ckpt'"
 
 
 def test_only_runs_that_others_can_stand_in_for_are_compared():
