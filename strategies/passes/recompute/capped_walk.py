@@ -355,7 +355,8 @@ class _Search:
 
     def pace(self, low: int, high: int, rank: int, ahead: int, weights: int) -> Pace:
         high = max(1, min(high, self.most))
-        return Pace(min(low, high - 1), high, self.work.room[rank], ahead, weights)
+        # A lane that has filled up goes on at ``low``, which below 0 is never.
+        return Pace(max(0, min(low, high - 1)), high, self.work.room[rank], ahead, weights)
 
     def changed(self, paces: Paces) -> Paces:
         changed = list(paces)

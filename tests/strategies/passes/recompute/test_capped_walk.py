@@ -89,6 +89,14 @@ def test_every_pace_ends_within_its_room(data):
         )
 
 
+@pytest.mark.parametrize("placement", [loop(1, 2), loop(1, 3), v(1), v(1, 4)], ids=str)
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_rank_that_has_all_stages_finds_an_order(placement, room):
+    given_work = work(placement, 2, room)
+    for order in best_orders(given_work, goal=0.0, share=1.0, wanted=3):
+        assert most_held(given_work, order, 0) <= room
+
+
 @pytest.mark.parametrize("goal", [0.0, 21.0])
 def test_a_search_is_never_slower_than_its_first_pace_and_always_the_same(goal):
     given_work = work(loop(4, 1), 4, 1)
