@@ -328,17 +328,24 @@ def _compiler() -> Finding:
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("SLURM", "note", "no sbatch here", "only cluster=slurm needs it")
+    # Clients are in many images that no controller is near; a job cannot do without one.
+    job = os.environ.get("SLURM_JOB_ID")
+    state, advice = "note", "only cluster=slurm needs it: scontrol ping"
+    if job is not None:
+        state, advice = "bad", "is slurmctld there? scontrol ping"
     try:
         said = subprocess.run(
             ["sinfo", "--noheader", "--format=%P %a %D nodes"],
             capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Finding("SLURM", "bad", "sinfo does not answer", "is slurmctld there? scontrol ping")
+        return Finding("SLURM", state, "sinfo does not answer", advice)
+    except OSError as error:
+        return Finding("SLURM", state, f"sinfo: {error.strerror}", advice)
     if said.returncode:
-        return Finding("SLURM", "bad", said.stderr.strip()[:200], "scontrol ping")
+        found = " ".join(said.stderr.split())[:200] or f"sinfo: exit code {said.returncode}"
+        return Finding("SLURM", state, found, advice)
     partitions = "; ".join(said.stdout.split("\n")[:4]).strip("; ")
-    job = os.environ.get("SLURM_JOB_ID")
     inside = "" if job is None else f"; inside job {job}"
     return Finding("SLURM", "ok", f"{partitions}{inside}", "cluster=slurm cluster.partition=NAME")
 

@@ -77,6 +77,25 @@ def test_what_is_missing_too_old_or_too_small_says_what_to_do(monkeypatch):
     assert doctor._memory().state == "bad"
 
 
+@pytest.mark.parametrize("job", [None, "17"])
+@pytest.mark.parametrize("sinfo", ["echo no controller >&2; exit 1", None])
+def test_slurm_that_does_not_answer_makes_the_machine_unusable_inside_a_job_only(
+    job, sinfo, tmp_path, monkeypatch
+):
+    for name, script in (("sbatch", ""), ("sinfo", sinfo)):
+        if script is not None:
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    found = doctor._guarded(doctor._slurm)
+    assert (found.what, found.state) == ("SLURM", "note" if job is None else "bad")
+    assert found.found == ("sinfo: No such file or directory" if sinfo is None else "no controller")
+    assert "scontrol ping" in found.advice
+
+
 def test_variables_that_ranks_obey_are_listed(monkeypatch):
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "NCCL_P2P_DISABLE=1" in {finding.found for finding in doctor._variables()}
