@@ -7,6 +7,7 @@ length. Runs in every rank at once, so that cores and memory are as busy as they
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -328,6 +329,9 @@ def transient(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int, 
         torch.cuda.synchronize(device)
         stayed = torch.cuda.memory_allocated(device) - before
         return result, stayed, torch.cuda.max_memory_allocated(device) - before
+    # torch knows the sizes of what an earlier watched call has left, and counts that backwards
+    # where it is freed inside this one.
+    gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as watched:
         result = call()

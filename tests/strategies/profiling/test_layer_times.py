@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -70,6 +72,23 @@ def test_a_backward_gives_back_more_than_it_takes():
     assert stayed <= 0
     # The gradients behind and before tanh, or of the product and the weight.
     assert 20_000 <= most <= 80_000
+
+
+def test_garbage_of_an_earlier_call_is_not_taken_from_what_the_next_one_needs():
+    class Knot:
+        def __init__(self) -> None:
+            self.itself, self.tensor = self, torch.ones(1 << 20)
+
+    def call():
+        gc.collect()
+        return torch.ones(1 << 18)
+
+    gc.disable()
+    try:
+        transient(CPU, Knot)  # only a collection frees what it has made
+        assert transient(CPU, call)[1:] == (1 << 20, 1 << 20)
+    finally:
+        gc.enable()
 
 
 def test_errors_go_through():
