@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import spell, typed
 from launcher.report.result import write_atomically
 from launcher.resolve import Run, text_source
@@ -36,6 +37,7 @@ from strategies.small_file import read_json
 
 ROOTS = ("outputs", "multirun")
 _HASHED_BYTES = 4_000_000_000
+_SKEW_S = 300.0  # by which clocks of hosts that are looked after may differ
 _STEP = re.compile(r"step-(\d{1,15})\.ckpt")
 
 
@@ -179,14 +181,19 @@ def newest_checkpoint(
     files = [file for root in ROOTS for file in Path(root).glob(f"**/checkpoints/*/{MANIFEST}")]
     files += run_dir.parent.glob(f"*/checkpoints/*/{MANIFEST}")
     found = {file.parent.absolute() for file in files} - set(without)
-    whole = _newest_whole(found, experiment_name, skipped)
-    if whole is not None or optional:
+    others: set[str] = set()
+    whole = _newest_whole(found, experiment_name, skipped, others)
+    if whole is not None:
         return whole
-    raise CheckpointError(
+    none = (
         f"no checkpoint of experiment_name={experiment_name} lies below outputs/, multirun/ "
-        f"or {run_dir.parent}. "
-        "Train first, or name one: checkpoint=PATH."
+        f"or {run_dir.parent}"
     )
+    meant = did_you_mean(f"experiment_name={name}" for name in nearest(experiment_name, others))
+    if not optional:
+        raise CheckpointError(f"{none}. Train first, or name one: checkpoint=PATH.{meant}")
+    skipped(f"{none}: there is none to go on from.{meant}")
+    return None
 
 
 def newest_in(
@@ -204,21 +211,37 @@ def newest_in(
 class _Known:
     """A checkpoint with a manifest that can be read, ordered by age."""
 
-    begun: float  # of its run, in seconds since the epoch; 0 where it does not say
+    begun: float  # of its run, in seconds since the epoch; 0 where nobody knows
     step: int
     path: Path
+    said: float  # by its run, as ``begun`` or a time that is still to come
 
     @classmethod
     def of(cls, path: Path, metadata: Mapping[str, Any]) -> _Known:
-        # A clock that was ahead must not win for as long as that.
-        begun = min(metadata.get("begun") or 0.0, time.time())
-        return cls(begun, metadata.get("step") or 0, path)
+        said = metadata.get("begun") or 0.0
+        return cls(believed(said), metadata.get("step") or 0, path, said)
+
+
+def believed(begun: float) -> float:
+    """When a run began; 0, before all others, where that is still to come: a clock was ahead."""
+    return begun if begun <= time.time() + _SKEW_S else 0.0
+
+
+def ahead(begun: float) -> str:
+    """What is said of a run for which ``believed`` gives 0."""
+    return f"the clock was ahead, and counts as the oldest: it says that it began {date(begun)}"
 
 
 def _newest_whole(
-    paths: Iterable[Path], experiment_name: str | None, say_it: Callable[[str], None]
+    paths: Iterable[Path],
+    experiment_name: str | None,
+    say_it: Callable[[str], None],
+    others: set[str] | None = None,
 ) -> Path | None:
-    """The newest of the experiment that is whole, or of all; tells why others are not."""
+    """The newest of the experiment that is whole, or of all; tells why others are not.
+
+    ``others``: takes the names of other experiments that have checkpoints.
+    """
     known: list[_Known] = []
     for path in sorted(paths):
         # A run that was killed while it saved may leave one, with its manifest.
@@ -233,6 +256,8 @@ def _newest_whole(
             continue
         if experiment_name in (None, metadata.get("experiment_name")):
             known.append(_Known.of(path, metadata))
+        elif others is not None:
+            others.add(str(metadata.get("experiment_name")))
     known.sort(reverse=True)
     for found in known:
         problem = _damage(found.path)
@@ -246,9 +271,12 @@ def _newest_whole(
 def _tell_choice(chosen: _Known, known: Sequence[_Known], say_it: Callable[[str], None]) -> None:
     if len(known) == 1:
         return
-    runs = len({found.begun for found in known})
+    runs = len({found.said for found in known})
     steps = [found.step for found in known]
-    since = "" if not chosen.begun else f" of the run that began {_date(chosen.begun)}"
+    since = "" if not chosen.begun else f" of the run that began {date(chosen.begun)}"
+    early = {f.said: f.path.parents[1] for f in known if f.said != f.begun}
+    for said, folder in sorted(early.items()):
+        say_it(f"of {folder} {ahead(said)}")
     named = _STEP.fullmatch(chosen.path.name)
     other = named is not None and int(named[1]) != chosen.step
     say_it(
@@ -258,7 +286,7 @@ def _tell_choice(chosen: _Known, known: Sequence[_Known], say_it: Callable[[str]
     )
 
 
-def _date(seconds: float) -> str:
+def date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
 
 

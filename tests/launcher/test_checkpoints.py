@@ -170,16 +170,36 @@ def test_auto_goes_by_the_run_that_began_last(checkpoint: Path, tmp_path: Path) 
     done = launch_here(words, tmp_path).assert_done()
     assert f"continues {last}\n" in done.output
     assert "chosen among 3 checkpoints (of 2 runs, steps 5 to 19): step 7 of the run" in done.output
-    # One that goes on with it is younger, and a clock that was ahead wins for no longer than now.
-    ahead = copy("third", "step-00000001.ckpt", 1, 5e9)
+    # A clock that was ahead does not win, and is told of.
+    ahead = copy("third", "step-00000021.ckpt", 21, 5e9)
     done = launch_here(words, tmp_path).assert_done()
-    assert f"continues {ahead}\n" in done.output
-    shutil.rmtree(ahead.parents[1])
+    assert f"continues {last}\n" in done.output
+    assert f"of {ahead.parents[1]} the clock was ahead, and counts as the oldest" in done.output
+    assert "it says that it began 2128-" in done.output
     shutil.rmtree(last)
     done = launch_here(words, tmp_path).assert_done()
     assert f"continues {renamed}\n" in done.output
     assert "step 5 of the run" in done.output
     assert "; its folder is named step-00000099.ckpt\n" in done.output
+    shutil.rmtree(tmp_path / "outputs" / "monday" / "first")
+    shutil.rmtree(tmp_path / "outputs" / "monday" / "second")
+    done = launch_here(words, tmp_path).assert_done()  # the only one
+    assert f"continues {ahead}\n" in done.output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["validate", "eval"])
+def test_an_experiment_without_a_checkpoint_is_told_with_the_name_that_is_near(
+    mode: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "outputs" / "a" / "checkpoints" / checkpoint.name)
+    words = [*TRAIN, "experiment_name=frist", f"mode={mode}"]
+    words += ["trainer.resume=auto"] if mode == "validate" else []
+    done = launch_here(words, tmp_path)
+    assert done.code == (0 if mode == "validate" else 2)
+    said = done.output if mode == "validate" else done.errors
+    assert "no checkpoint of experiment_name=frist lies below outputs/" in said
+    assert "Did you mean experiment_name=first?" in said
 
 
 @pytest.mark.distributed

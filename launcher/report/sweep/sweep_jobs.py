@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
+from launcher.checkpoints import ahead, believed, date
 from launcher.config import LaunchConfig
 from launcher.report.predicted import read_timelines
 from launcher.report.result import write_atomically
@@ -261,8 +260,10 @@ def newest_record(root: Path, *, key: str = "sweep.dir") -> Path:
     known: list[tuple[float, Path]] = []
     for file in sorted(root.glob(f"**/{RECORD}")):
         try:
-            # A clock that was ahead must not win for as long as that.
-            known.append((min(read_record(file.parent).begun, time.time()), file.parent))
+            said = read_record(file.parent).begun
+            known.append((believed(said), file.parent))
+            if said != believed(said):
+                say(f"of {file.parent} {ahead(said)}")
         except PlanError as error:
             say(f"skips {file.parent}: {error}")
     if not known:
@@ -271,7 +272,10 @@ def newest_record(root: Path, *, key: str = "sweep.dir") -> Path:
         )
     begun, folder = max(known)
     if len(known) > 1:
-        date = datetime.fromtimestamp(begun).isoformat(" ", "seconds")
-        when = f"it began last, {date}" if begun else "the last by name, none says when it began"
+        when = (
+            f"it began last, {date(begun)}"
+            if begun
+            else "the last by name, none says when it began"
+        )
         say(f"chosen among {len(known)} sweeps below {root}: {folder} ({when})")
     return folder

@@ -110,7 +110,8 @@ def test_the_newest_sweep_is_the_one_that_began_last(tmp_path, monkeypatch, caps
     for folder, age in ((early, 3), (named, 2), (late, 1)):
         os.utime(folder / "jobs.json", (2e9 - age, 2e9 + 9 - age))
     os.utime(early / "jobs.json")  # touched, copied or restored last of all
-    assert newest_record(tmp_path / "multirun") == ahead  # no later than now
+    assert newest_record(tmp_path / "multirun") == late  # whose clock was not ahead
+    assert f"of {ahead} the clock was ahead" in "".join(capsys.readouterr())
     shutil.rmtree(ahead)
     wrong = [place(f"wrong{i}", begun) for i, begun in enumerate(("soon", True, float("nan"), -1))]
     (place("wrong4", 1) / "jobs.json").write_text("[" * 9999)
