@@ -27,10 +27,10 @@ _MOST_BYTES = 1 << 26
 _MOST, _MOST_LINE = 4_000, 400  # characters of somebody's exception, and of a line of a log
 # Gloo's second word where a wait has ended in vain: whoever next uses what it has closed.
 _PAIR_CLOSED = "Application timeout"
-_LOST = (
-    "Connection", "connection", "Broken pipe", "gloo", "Timed out", _PAIR_CLOSED,
-    "another rank failed",
-)  # fmt: skip
+_LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", _PAIR_CLOSED)
+_OTHER_FAILED = "another rank failed"
+# Code that exchanges messages between ranks. What other code raises has these words by chance.
+_EXCHANGE = ("torch.distributed", "strategies.runtime", "launcher.rank", "launcher.processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Failure:
         exit_code: That of its process.
         doing: Step and instruction it was in, as ``Beat.describe`` has it; empty if unknown.
         step: The optimizer step it was making, from 1; 0 before the first, or if unknown.
+        lost: Whether it has only noticed that another rank is gone, or silent.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Failure:
     exit_code: int
     doing: str = ""
     step: int = 0
+    lost: bool = False
 
 
 class RankFailedError(RunError):
@@ -100,7 +102,28 @@ def raised(rank: int, error: BaseException) -> Failure:
         kind=type(error).__name__,
         message=shortened(mask(said), _MOST),
         exit_code=error.exit_code if isinstance(error, PipelineError) else 1,
+        lost=_has_lost(error),
     )
+
+
+def _has_lost(error: BaseException | None) -> bool:
+    """Whether a lost connection between ranks is what it says, or what it was raised over.
+
+    A word alone tells nothing: a database refuses connections, too. So the exception has to come
+    from code that exchanges messages.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        where = str(frames[-1].f_globals.get("__name__")) if frames else ""
+        ours = any(where == name or where.startswith(f"{name}.") for name in _EXCHANGE)
+        if isinstance(error, PipelineError):  # It says what it means, and may quote anything.
+            return ours and _OTHER_FAILED in str(error)
+        if ours and any(word in str(error) for word in _LOST):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def read_failure(run_dir: Path, rank: int) -> Failure | None:
@@ -140,17 +163,18 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 def is_consequence(failure: Failure) -> bool:
     """Whether a rank has only noticed that another one is gone, or silent."""
-    return failure.exit_code >= 0 and any(word in failure.message for word in _LOST)
+    return failure.exit_code >= 0 and failure.lost
 
 
 def timed_out(failure: Failure) -> bool:
     """Whether a rank has given up waiting for another."""
-    return any(word in failure.message for word in ("Timed out", "timed out", _PAIR_CLOSED))
+    words = ("Timed out", "timed out", _PAIR_CLOSED)
+    return failure.lost and any(word in failure.message for word in words)
 
 
 def timed_out_earlier(failure: Failure) -> bool:
     """Whether somebody else has, any time ago: a checkpoint's thread, say, and here it is heard."""
-    return _PAIR_CLOSED in failure.message
+    return failure.lost and _PAIR_CLOSED in failure.message
 
 
 def describe(failure: Failure, log: Path) -> str:
@@ -184,7 +208,8 @@ def blame(
     if not is_consequence(first):
         return first
     seen = [first.rank]
-    while beats[seen[-1]].waiting:
+    # Of the first its exception says that it has waited: so it may in what it does between passes.
+    while len(seen) == 1 or beats[seen[-1]].waiting:
         others = [rank for rank in beats[seen[-1]].peers or beats if rank not in seen]
         known = [rank for rank in others if rank in beats]
         if not known:

@@ -20,16 +20,19 @@ from launcher.processes.failure import (
     first_failure,
     is_consequence,
     peak_bytes,
+    raised,
     timed_out,
     timed_out_earlier,
 )
 from launcher.processes.local import our_path
 from launcher.report.result import write_atomically
+from strategies.errors import RunError
 from strategies.heartbeat import Beat
 
 
 def failed(rank: int, message: str, *, at: float = 1.0, code: int = 1) -> Failure:
-    return Failure(rank, "host", at, "RuntimeError", message, code)
+    lost = message in (TIMED_OUT, PAIR_CLOSED, RESET)
+    return Failure(rank, "host", at, "RuntimeError", message, code, lost=lost)
 
 
 def beat(doing: str, *peers: int, waiting: bool = False) -> Beat:
@@ -37,11 +40,13 @@ def beat(doing: str, *peers: int, waiting: bool = False) -> Beat:
 
 
 TIMED_OUT = "Timed out waiting 5000ms for recv operation to complete\nmore"
+PAIR_CLOSED = "Application timeout caused pair closure"
+RESET = "Connection reset by peer"
 
 
 def test_a_killed_rank_comes_before_those_that_have_lost_it():
     killed = Failure(2, "host", 2.0, "SIGKILL", "ended by SIGKILL", -9)
-    reset = failed(1, "Connection reset by peer", at=1.0)
+    reset = failed(1, RESET, at=1.0)
     beats = {rank: beat("F") for rank in range(3)}
     assert blame([reset, killed], beats, {0: 0.0}) is killed
 
@@ -51,7 +56,7 @@ def test_a_rank_that_says_why_comes_before_those_that_have_lost_it():
     assert blame([failed(1, TIMED_OUT), reason], {0: beat("F"), 1: beat("F")}, {}) is reason
 
 
-@pytest.mark.parametrize("message", [TIMED_OUT, "Application timeout caused pair closure"])
+@pytest.mark.parametrize("message", [TIMED_OUT, PAIR_CLOSED])
 def test_who_has_given_up_waiting_is_no_cause_in_either_of_gloos_words(message):
     gave_up = failed(1, message, at=1.0)
     assert timed_out(gave_up) and is_consequence(gave_up)
@@ -85,6 +90,54 @@ def test_of_a_collective_the_rank_that_is_not_in_it_is_the_cause():
     sharing = beat("sharing loss", waiting=True)
     beats = {0: sharing, 1: sharing, 2: beat("F mb=1 of stage 2"), 3: sharing}
     assert blame([failed(3, TIMED_OUT)], beats, {0: 5.0, 1: 5.0, 2: 4.0}).rank == 2
+
+
+def test_a_rank_that_hangs_between_passes_is_the_cause_of_a_wait_there():
+    """Its loader, say, while the other waits in a collective that no instruction stands for."""
+    beats = {0: beat("between two passes"), 1: beat("between two passes")}
+    found = blame([failed(0, TIMED_OUT)], beats, {1: 12.0})
+    assert (found.rank, found.kind) == (1, "no progress")
+    assert found.message.startswith("it has not gone on for 12.0 s, and rank 0 has given up")
+    # All have ended: nobody is left who could be the cause.
+    first = failed(0, TIMED_OUT)
+    assert blame([first, failed(1, TIMED_OUT, at=2.0)], beats, {}) is first
+
+
+def raised_in(module: str, error: str) -> Failure:
+    """What is made of an exception that code of a module raises."""
+    try:
+        exec(f"raise {error}", {"__name__": module, "RunError": RunError})
+    except Exception as found:
+        return raised(0, found)
+    raise AssertionError(error)
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "lost"),
+    [
+        ("torch.distributed.distributed_c10d", "RuntimeError('Timed out waiting 5000ms')", True),
+        ("strategies.runtime.messages.mailbox", "RuntimeError('Connection closed by peer')", True),
+        ("strategies.runtime.storage.commit", "RunError('another rank failed, rank 1')", True),
+        ("my_net", "ValueError('cannot reach the database: connection refused')", False),
+        ("requests.adapters", "ConnectionError('Connection refused')", False),
+        ("my_net", "RuntimeError('gloo')", False),
+        ("torch.distributed.distributed_c10d", "ValueError('tensors must be of one size')", False),
+        ("strategies.runtime.storage.commit", "RunError('hook: ValueError: connection')", False),
+        ("torch.distributed_of_mine", "RuntimeError('Timed out')", False),
+    ],
+)
+def test_who_has_lost_another_rank_is_told_by_where_it_was_raised(module, error, lost):
+    assert is_consequence(raised_in(module, error)) == lost
+
+
+def test_what_is_raised_over_a_lost_rank_is_a_consequence_too():
+    try:
+        try:
+            exec("raise RuntimeError('Connection closed')", {"__name__": "torch.distributed"})
+        finally:
+            raise KeyError("crash_report_url")  # a callback's on_exception
+    except KeyError as found:
+        assert is_consequence(raised(1, found))
 
 
 # ----------------------------------------------------------------------------------- out of memory

@@ -173,7 +173,9 @@ def test_ranks_that_a_pause_has_ended_start_again_without_being_asked_for():
     def start(checkpoint: Path | None) -> None:
         begun.append(checkpoint)
         if len(begun) < 3:
-            failure = Failure(1, "red", 0.0, "RuntimeError", "Timed out waiting", 1, step=7)
+            failure = Failure(
+                1, "red", 0.0, "RuntimeError", "Timed out waiting", 1, step=7, lost=True
+            )
             raise RankFailedError("rank 1 failed", failure, paused_s=4000.0)
 
     restarts = Restarts(0, lambda _: Path("/r/step-00000007.ckpt"), said.append)
@@ -183,7 +185,7 @@ def test_ranks_that_a_pause_has_ended_start_again_without_being_asked_for():
     assert said[0].startswith("everything has stood still for 4000 s")
 
     def stopped(_: Path | None) -> None:
-        failure = Failure(1, "red", 0.0, "RuntimeError", "Timed out waiting", 1)
+        failure = Failure(1, "red", 0.0, "RuntimeError", "Timed out waiting", 1, lost=True)
         raise RankFailedError("rank 1 failed", failure, asked_to_stop=True, paused_s=4000.0)
 
     with pytest.raises(RankFailedError):
