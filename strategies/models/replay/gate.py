@@ -11,6 +11,7 @@ import functools
 import inspect
 import random
 import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -135,7 +136,7 @@ def call_step(
             "Take batch and batch_idx instead, or use pp=1."
         )
     arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
-    with _versions_counted():
+    with _STEPS.versions_counted():
         if dataloader_idx is None or mode == "train":
             return step(*arguments)
         return step(*arguments, dataloader_idx)
@@ -144,27 +145,57 @@ def call_step(
 STEP_FRAME = call_step.__code__
 
 
-@contextlib.contextmanager
-def _versions_counted() -> Iterator[None]:
-    """A step's own ``torch.inference_mode()`` takes no gradients, and no more than that.
+class _StepThreads:
+    """Which threads are inside a step, and the one patch that serves them all."""
 
-    Its tensors would count no versions, by which shapes are followed, and nothing could be filled
-    in there that needs a gradient.
-    """
-    before = torch.inference_mode.__enter__
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._own = threading.local()
+        self._enter: Callable[[Any], None] = torch.inference_mode.__enter__
 
-    def enter(self: Any) -> None:
-        if self.mode:
-            self._inference_mode_context = torch.no_grad()
-            self._inference_mode_context.__enter__()
+    @contextlib.contextmanager
+    def versions_counted(self) -> Iterator[None]:
+        """A step's own ``torch.inference_mode()`` takes no gradients, and no more than that.
+
+        Its tensors would count no versions, by which shapes are followed, and nothing could be
+        filled in there that needs a gradient.
+
+        Steps of manual optimization run in threads and end in any order, so the first one that
+        begins patches the class, and the last one that ends restores it.
+        """
+        with self._lock:
+            self._running += 1
+            if self._running == 1:
+                self._enter = torch.inference_mode.__enter__
+                torch.inference_mode.__enter__ = _enter_inference  # type: ignore[method-assign]
+        self._own.depth = self._depth + 1
+        try:
+            yield
+        finally:
+            self._own.depth -= 1
+            with self._lock:
+                self._running -= 1
+                if self._running == 0:
+                    torch.inference_mode.__enter__ = self._enter  # type: ignore[method-assign]
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._own, "depth", 0)
+
+    def enter(self, mode: Any) -> None:
+        if mode.mode and self._depth:
+            mode._inference_mode_context = torch.no_grad()
+            mode._inference_mode_context.__enter__()
         else:
-            before(self)
+            self._enter(mode)
 
-    torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.inference_mode.__enter__ = before  # type: ignore[method-assign]
+
+_STEPS = _StepThreads()
+
+
+def _enter_inference(mode: Any) -> None:
+    _STEPS.enter(mode)
 
 
 def takes_batch_idx(step: Callable[..., Any]) -> bool:

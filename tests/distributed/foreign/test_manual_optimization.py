@@ -647,3 +647,28 @@ class Leaves(Tells):
 def test_what_a_step_has_left_is_no_number_of_the_batch(ranks: Callable[[int], Ranks]) -> None:
     with pytest.raises(AssertionError, match="latest was left by a step with manual"):
         equal_to_stock(ranks, Leaves, "1f1b")
+
+
+def num_steps_of_many_batches() -> tuple[int, bool]:
+    """Trains 500 batches of eight microbatches by hand on this rank."""
+    enter = torch.inference_mode.__enter__
+    strategy = PipelineStrategy(pp=2, schedule="1f1b", num_microbatches=8, timeout_s=60)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision="64-true",
+        max_steps=500,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Manual(), examples(rows=400))
+    strategy.engine.close()
+    return trainer.global_step, torch.inference_mode.__enter__ is enter
+
+
+@pytest.mark.full
+def test_hundreds_of_batches_leave_nothing_behind(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(num_steps_of_many_batches) == [(500, True)] * 2

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from strategies.models.replay.gate import unchanged
+from strategies.models.replay.gate import call_step, unchanged
 
 
 class Frozen(OrderedDict[str, Any]):
@@ -85,3 +87,35 @@ def test_shapes_without_numbers_stay_as_they_are() -> None:
         module = nn.BatchNorm1d(2)
         with unchanged(module):
             module(torch.zeros(3, 2))
+
+
+class Waiting(LightningModule):
+    """Its step stands in the middle until it is let go, as those of manual optimization do."""
+
+    def training_step(self, batch: tuple[threading.Event, threading.Event]) -> list[bool]:
+        begun, go = batch
+        begun.set()
+        go.wait(60)
+        with torch.inference_mode():
+            return [torch.is_inference_mode_enabled(), torch.is_grad_enabled()]
+
+
+def test_steps_that_end_in_the_order_they_began_in_leave_inference_mode_as_it_was() -> None:
+    before = torch.inference_mode.__enter__
+    module = Waiting()
+    said: list[list[bool]] = []
+    doors = [(threading.Event(), threading.Event()) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda d=door: said.append(call_step(module, "train", d, 0)))
+        for door in doors
+    ]
+    for thread, (begun, _) in zip(threads, doors, strict=True):
+        thread.start()
+        assert begun.wait(60)
+    with torch.inference_mode():  # Outside of steps it is what it says.
+        assert torch.is_inference_mode_enabled()
+    for thread, (_, go) in zip(threads, doors, strict=True):
+        go.set()
+        thread.join(60)
+    assert said == [[False, False]] * 3
+    assert torch.inference_mode.__enter__ is before
