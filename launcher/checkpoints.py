@@ -25,6 +25,7 @@ from launcher.workloads.transformer_shape import MoeShape, TransformerShape, sha
 from strategies.errors import CheckpointError, PlanError
 from strategies.manifest import (
     MANIFEST,
+    NOT_FINITE,
     OLD,
     UNFINISHED,
     committed,
@@ -112,6 +113,12 @@ def check_continues(path: Path, run: Run) -> None:
     if path.is_file():
         return  # a file of stock Lightning, which only ranks open
     config, written = run.config, manifest_of(path)["metadata"]
+    problem = written.get(NOT_FINITE)
+    if problem is not None and config.trainer.on_nan != "ignore":
+        raise CheckpointError(
+            f"{path} is not finite: {problem}, and so would be every step after it. Use an earlier "
+            "checkpoint (trainer.resume=auto finds the newest that is finite), or train anew."
+        )
     step, most = written.get("step"), config.trainer.max_steps
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of ranks after their last
     if step is not None and 0 <= most <= step and not again:
@@ -146,8 +153,8 @@ def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
     """Refuses to train into a folder with checkpoints that the run would take for its own."""
     folder = run_dir / "checkpoints"
     there = sorted(path for path in folder.glob("*.ckpt")) if folder.is_dir() else []
-    while resumed is not None and there and there[-1] != resumed and _damage(there[-1]):
-        del there[-1]  # what cannot be read is replaced when the run gets there
+    while resumed is not None and there and there[-1] != resumed and _unusable(there[-1]):
+        del there[-1]  # what is of no use is replaced when the run gets there
     if there and (resumed is None or there[-1] != resumed):
         raise CheckpointError(
             f"{folder} has checkpoints of an earlier run up to {there[-1].name}, which are never "
@@ -260,7 +267,7 @@ def _newest_whole(
             others.add(str(metadata.get("experiment_name")))
     known.sort(reverse=True)
     for found in known:
-        problem = _damage(found.path)
+        problem = _unusable(found.path)
         if problem is None:
             _tell_choice(found, known, say_it)
             return found.path
@@ -288,6 +295,15 @@ def _tell_choice(chosen: _Known, known: Sequence[_Known], say_it: Callable[[str]
 
 def date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+
+
+def _unusable(path: Path) -> str | None:
+    """Why nothing goes on from a checkpoint by itself: damaged, or not finite."""
+    problem = _damage(path)
+    if problem is not None:
+        return problem
+    found = read_manifest(path)["metadata"].get(NOT_FINITE)
+    return None if found is None else f"it is not finite: {found}"
 
 
 def _damage(path: Path) -> str | None:

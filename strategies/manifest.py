@@ -24,6 +24,7 @@ FORMAT = 2
 UNFINISHED = ".tmp"  # being written, or being removed
 OLD = ".old"  # stepped aside for a new one of its name
 _CHECKSUM = "checksum"
+NOT_FINITE = "not_finite"  # among the metadata: what is not finite in it, in words
 TENSORS = "tensors.json"
 VALUES = "values.json"
 _BLOCK_BYTES = 1 << 22
@@ -234,6 +235,7 @@ def _are_texts(value: object) -> bool:
 _METADATA: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("experiment_name", _is_text, "a text"),
     ("schedule", _is_text, "a text"),
+    (NOT_FINITE, _is_text, "a text"),
     ("parameters", _are_texts, "a list of names"),
     ("optimizers", _are_texts, "a list of names"),
     ("step", lambda value: _is_count(value, least=0, most=1 << 53), "a whole number"),

@@ -92,10 +92,10 @@ class Schedule(pl.Callback):
         self.weights.append({n: p.detach().cpu().clone() for n, p in owned.items()})
 
 
-def train(*, fault: Fault, on_nan: str) -> dict[str, Any]:
+def train(*, fault: Fault, on_nan: str, module: type[Faulty] = Faulty) -> dict[str, Any]:
     """Trains on this rank; what is left of it, and what it said."""
     case = fault.case
-    model = Faulty(case.shape, case.optimizer)
+    model = module(case.shape, case.optimizer)
     model.fault = fault
     schedule = Schedule(fault)
     strategy = PipelineStrategy(
@@ -356,3 +356,54 @@ def refused() -> str:
     except ModelError as error:
         return str(error)
     return ""
+
+
+class Hooked(Faulty):
+    """Its hook leaves a gradient not finite, which the backward has made finite."""
+
+    hook = ""
+
+    def _spoil(self) -> None:
+        assert self.fault is not None
+        named = dict(self.named_parameters())
+        if self.trainer.global_step == BAD and self.fault.name in named:
+            gradient = named[self.fault.name].grad
+            assert gradient is not None
+            gradient.view(-1)[0] = self.fault.value
+
+    def on_after_backward(self) -> None:
+        if self.hook == "on_after_backward":
+            self._spoil()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.hook == "on_before_optimizer_step":
+            self._spoil()
+
+
+def train_hooked(*, hook: str, case: Case, on_nan: str) -> dict[str, Any]:
+    Hooked.hook = hook
+    return train(fault=Fault("hook", GATE, case=case), on_nan=on_nan, module=Hooked)
+
+
+@pytest.mark.parametrize(
+    ("hook", "case"),
+    [
+        ("on_after_backward", Case(pp=2)),
+        ("on_before_optimizer_step", Case()),
+        pytest.param("on_before_optimizer_step", Case(pp=2, dp=2), marks=pytest.mark.full),
+        pytest.param("on_after_backward", Case(pp=2, clip=0.1), marks=pytest.mark.full),
+    ],
+)
+def test_what_hooks_leave_not_finite_is_not_applied(
+    ranks: Callable[[int], Ranks], hook: str, case: Case
+) -> None:
+    pool = ranks(case.pp * case.dp * case.tp)
+    for rank in pool.run(train_hooked, hook=hook, case=case, on_nan="skip"):
+        assert (rank["error"], rank["skipped"], rank["step"]) == ("", [BAD], STEPS)
+        assert all(map(finite, rank["weights"]))
+        assert same(rank["weights"][BAD - 1], rank["weights"][BAD])
+    errors = {rank["error"] for rank in pool.run(train_hooked, hook=hook, case=case, on_nan="stop")}
+    (error,) = errors
+    assert error.startswith(f"step {BAD + 1}: the gradient of {GATE} is nan")
+    if case.clip is None:
+        assert "after the code between backward and update" in error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,7 +16,7 @@ from strategies.runtime.engine.rank_setup import RankSetup
 from strategies.runtime.messages import mesh
 from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_weights import refuse_freezing
-from strategies.runtime.update.nan_guard import Finding
+from strategies.runtime.update.nan_guard import Finding, left_by_hooks
 from strategies.runtime.update.post_validation import UpdateUndone
 from strategies.runtime.update.rank_gradients import RankGradients
 from strategies.simulator.engine import simulate
@@ -218,6 +218,13 @@ class RankWeights(RankSetup):
     def late_findings(self) -> list[Finding]:
         """What is not finite in the step whose update has just been undone."""
         return self._flush.findings(kept=True)
+
+    def left_by_hooks(self, counted: Collection[int]) -> list[Finding]:
+        """What people's hooks have left not finite of the gradients that ``counted`` take."""
+        stages = self._weights.by_stage
+        return left_by_hooks(
+            self.coordinates, stages, lambda p: self.mains.updated_parameters((p,)), counted
+        )
 
     def left_out(self) -> None:
         """Ends a step whose update nobody has made."""

@@ -143,6 +143,7 @@ class SetupStrategy(UpdatingStrategy):
             hide_states(self._lightning_optimizers, hidden=lambda: self.inside_step)
         # The stock plugin clips by the norm of this rank's parameters alone, without an error.
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin._after_closure = self._after_closure  # type: ignore[method-assign]
         clip_by_value: Any = self.precision_plugin.clip_grad_by_value
 
         def clip_what_is_here(optimizer: Optimizer, clip_val: float) -> None:
@@ -302,6 +303,8 @@ class SetupStrategy(UpdatingStrategy):
         )
         self._alike = alike(everybody().everyone(rates(self.optimizers)))
         self.engine.updated_by(self.optimizers)
+        self._main_optimizers = []
+        self._check_groups(saves=bool(trainer.checkpoint_callbacks))
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
         self._main_optimizers = [

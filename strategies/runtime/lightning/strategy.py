@@ -143,7 +143,9 @@ class PipelineStrategy(SetupStrategy):
             ``skipped_steps``. The ranks of a pipeline agree in the all-reduce of clipping by norm,
             without it in one of their own at the flush, for which a rank waits that could have
             begun its next step (schedules whose period is below their makespan); ``ignore`` looks
-            at nothing. With a gradient scaler, infinite gradients are the scaler's, as long as its
+            at nothing. Weights or moments that are not finite end the run where they would be
+            written into a checkpoint, and where a step is left out; ``ignore`` writes them, with a
+            warning. With a gradient scaler, infinite gradients are the scaler's, as long as its
             scale is at least 1.
         checkpoints: What ``save_checkpoint`` and ``ModelCheckpoint`` write; both resume at any
             layout. ``file``: one file as stock Lightning writes it, for ``load_from_checkpoint``,

@@ -19,7 +19,6 @@ from strategies.heartbeat import Heartbeat
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpoints.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
-from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
     looks_after_backward,
@@ -96,10 +95,31 @@ def why_it_waits(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Opt
     for name in _AROUND:
         if is_overridden(name, module):
             return f"{type(module).__name__}.{name} is around the update"
+    changers = gradient_hooks(trainer, module)
+    if changers:
+        return f"{', '.join(changers)} may change gradients before the update"
     readers = weight_readers(trainer, module, more=_MEANWHILE)
     if readers:
         return f"{', '.join(readers)} may look at weights between two steps"
     return _hooked(module)
+
+
+def gradient_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
+    """Names of whoever may change gradients between the flush and the update."""
+    if not module.automatic_optimization:
+        return [type(module).__name__]
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    found = [
+        type(callback).__name__
+        for callback in callbacks
+        if type(callback).__module__.partition(".")[0] not in ("strategies", "launcher")
+        and any(is_overridden(hook, callback, pl.Callback) for hook in hooks)
+    ]
+    own = (*hooks, "configure_gradient_clipping", "optimizer_step")
+    if any(is_overridden(hook, module) for hook in own):
+        found.append(type(module).__name__)
+    return found
 
 
 def _hooked(module: nn.Module) -> str:
@@ -133,7 +153,7 @@ class UpdatingStrategy(CheckpointingStrategy):
         self._last_norm: Tensor | None = None
         self._late = False  # whether updates are made before their verdict
         self._unchanged = False  # whether gradients are clipped as the flush has left them
-        self._hooks: ParameterHooks | None = None
+        self._left_by_hooks: list[Finding] = []  # of gradients, on all ranks
         self._own_backward: OwnBackward | None = None
 
     def _away(self) -> AbstractContextManager[None]:
@@ -246,6 +266,8 @@ class UpdatingStrategy(CheckpointingStrategy):
             with self._away(), ExitStack() as shown:
                 output = super().optimizer_step(optimizer, flushed, model, **kwargs)
         except NotFiniteStep:
+            if self._left_by_hooks and self._scaler is not None:
+                self._scaler.update()  # It has looked at this step's gradients already.
             self._leave_out()
             return result
         scaler = self._scaler
@@ -254,6 +276,21 @@ class UpdatingStrategy(CheckpointingStrategy):
             return output
         self.engine.stepped()
         return output
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        """Lightning's hooks between backward and update, and a look at what they have left."""
+        plugin: Any = self.precision_plugin
+        type(plugin)._after_closure(plugin, model, optimizer)
+        if not self._looks or self._late or not gradient_hooks(self._trainer, model):
+            return
+        scaler = self._scaler
+        if isinstance(scaler, SharedGradScaler) and bool(scaler.overflowed):
+            return  # It leaves the step out by itself.
+        counted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = everybody().everyone(self.engine.left_by_hooks(counted))
+        self._left_by_hooks = [finding for findings in found for finding in findings]
+        if self._left_by_hooks:
+            raise NotFiniteStep
 
     def _find_not_finite(self, optimizer: Optimizer) -> None:
         engine = self.engine
@@ -283,7 +320,9 @@ class UpdatingStrategy(CheckpointingStrategy):
 
     def _leave_out(self) -> None:
         """All ranks are here, and none has updated; collective."""
-        self._tell_not_finite(self.engine.findings(), int(self._trainer.global_step))
+        found, self._left_by_hooks = self._left_by_hooks, []
+        found = found or self.engine.findings()
+        self._tell_not_finite(found, int(self._trainer.global_step))
         self.engine.left_out()
 
     def _leave_out_late(self, step: int) -> None:
@@ -302,13 +341,19 @@ class UpdatingStrategy(CheckpointingStrategy):
         """Names the cause on all ranks; collective.
 
         Raises:
-            NotFiniteError: With ``on_nan="stop"``.
+            NotFiniteError: With ``on_nan="stop"``, or where no later step would be finite.
         """
         gathered: list[list[Finding]] = everybody().everyone(own)
         cause = first_finding(item for items in gathered for item in items).sentence()
         message = f"step {step + 1}: {cause}. No rank has applied this step."
         if self._options.on_nan == "stop":
             raise NotFiniteError(f"{message} {self._last_checkpoint()}")
+        lasting = self._not_finite()
+        if lasting is not None:
+            raise NotFiniteError(
+                f"{message} To skip it cannot help: {lasting}, and stays so. "
+                f"{self._last_checkpoint(skips=False)}"
+            )
         self.skipped_steps.append(step)
         if self.is_global_zero:
             _log.warning("%s %d skipped so far.", message, len(self.skipped_steps))

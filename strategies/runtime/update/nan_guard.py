@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.update.grad_sync import StageGradients
 
 # What comes first in a step explains what comes later.
-_ORDER = ("weight", "output", "loss", "gradient", "norm")
+_ORDER = ("weight", "output", "loss", "gradient", "hook", "norm")
 
 
 class NotFiniteStep(Exception):  # noqa: N818 - no error but the way out of an optimizer's closure
@@ -32,7 +32,7 @@ class NotFiniteStep(Exception):  # noqa: N818 - no error but the way out of an o
 class Finding:
     """What is not finite on one rank, and first there."""
 
-    kind: str  # weight, output, loss, gradient or norm
+    kind: str  # weight, output, loss, gradient, hook or norm
     value: str  # nan or inf
     rank: int  # global
     host: str
@@ -54,6 +54,12 @@ class Finding:
         if self.kind == "gradient":
             more = f" and {self.count - 1} more of that rank" if self.count > 1 else ""
             return f"the gradient of {self.parameter}{more} is {self.value}: {place}"
+        if self.kind == "hook":
+            return (
+                f"the gradient of {self.parameter} is {self.value} after the code between backward "
+                "and update (on_after_backward, on_before_optimizer_step, clipping, a manual "
+                f"step), and was finite before it: {place}"
+            )
         if self.kind == "norm":
             return f"the norm of the gradient overflows, although every element is finite: {place}"
         thing = "loss" if self.kind == "loss" else "output"
@@ -142,19 +148,19 @@ class NanWatch:
         host = socket.gethostname()
         found: list[Finding] = []
         for stage, named in stages.items():
-            bad = [name for name, weight in named.items() if _value(weight) is not None]
+            bad = [name for name, weight in named.items() if not_finite(weight) is not None]
             for name in bad[:1]:
-                was = _value(named[name]) or "nan"
+                was = not_finite(named[name]) or "nan"
                 found.append(Finding("weight", was, rank, host, where, stage, None, name,
                                      len(bad), position=stage))  # fmt: skip
         concerned = {
-            stage: [name for name in reversed(list(named)) if _value(gradients.get(name))]
+            stage: [name for name in reversed(list(named)) if not_finite(gradients.get(name))]
             for stage, named in stages.items()
         }
         total = sum(len(names) for names in concerned.values())
         noted = [("output", entry) for entry in self._outputs]
         for kind, (stage, microbatch, item) in noted + [("loss", entry) for entry in self._losses]:
-            value = _value(item)
+            value = not_finite(item)
             if value is not None:
                 names = concerned.get(stage, [])
                 found.append(
@@ -164,8 +170,8 @@ class NanWatch:
         for stage, names in concerned.items():
             if names:
                 sums = [item for at, item in self._buckets if at == stage]
-                own = not sums or any(_value(item) is not None for item in sums)
-                value = _value(gradients[names[0]]) or "nan"
+                own = not sums or any(not_finite(item) is not None for item in sums)
+                value = not_finite(gradients[names[0]]) or "nan"
                 # Backwards go from the last stage to the first.
                 found.append(Finding("gradient", value, rank, host, where, stage, None, names[0],
                                      total, own, position=-stage))  # fmt: skip
@@ -173,6 +179,28 @@ class NanWatch:
             first = next(iter(stages), 0)
             found.append(Finding("norm", "inf", rank, host, where, first))
         return found
+
+
+def left_by_hooks(
+    where: Coordinates,
+    stages: Mapping[int, Mapping[str, nn.Parameter]],
+    updated: Callable[[nn.Parameter], Iterable[Tensor]],
+    counted: Collection[int],
+) -> list[Finding]:
+    """The first gradient that people's hooks have left not finite; waits for the device.
+
+    ``updated`` is what an optimizer updates in place of a parameter, and ``counted`` are the
+    identities of what it does.
+    """
+    rank = where.global_rank(where.pp_rank, where.dp_rank, where.tp_rank)
+    for stage, named in stages.items():
+        for name, parameter in named.items():
+            for each in updated(parameter):
+                value = not_finite(each.grad) if id(each) in counted else None
+                if value is not None:
+                    host = socket.gethostname()
+                    return [Finding("hook", value, rank, host, where, stage, None, name, 1)]
+    return []
 
 
 def first_finding(findings: Iterable[Finding]) -> Finding:
@@ -188,18 +216,23 @@ def first_finding(findings: Iterable[Finding]) -> Finding:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every element is; waits for the device."""
-    return all(_value(tensor) is None for tensor in tensors)
+    return all(not_finite(tensor) is None for tensor in tensors)
 
 
-def _value(tensor: Tensor | None) -> str | None:
-    """``nan`` or ``inf`` if it has such an element."""
+def not_finite(tensor: Tensor | None) -> str | None:
+    """``nan`` or ``inf`` if it has such an element; waits for the device."""
     if tensor is None or tensor.is_meta:
         return None
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = (
+            tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
+        )
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach())
+        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():
         return None
-    total = float(tensor.detach().sum(dtype=torch.float64))
+    total = float(tensor.sum(dtype=torch.float64))
     if math.isfinite(total):
         return None
     if bool(torch.isnan(tensor).any()):

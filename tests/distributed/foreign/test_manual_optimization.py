@@ -671,4 +671,4 @@ def num_steps_of_many_batches() -> tuple[int, bool]:
 
 @pytest.mark.full
 def test_hundreds_of_batches_leave_nothing_behind(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(num_steps_of_many_batches) == [(500, True)] * 2
+    assert ranks(2).run(num_steps_of_many_batches, deadline_s=600) == [(500, True)] * 2

@@ -9,18 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.errors import CheckpointError
+from strategies.errors import CheckpointError, NotFiniteError
 from strategies.heartbeat import Heartbeat, Phase
-from strategies.manifest import MANIFEST, committed, read_manifest
+from strategies.manifest import NOT_FINITE, committed, read_manifest
 from strategies.models.unit_model import HasUnits
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.checkpoints import stock_file
+from strategies.runtime.lightning.checkpoints.known_checkpoints import (
+    KnownCheckpoints,
+    LastingState,
+    first_problem,
+)
 from strategies.runtime.lightning.checkpoints.rank_folder import (
     DATA_HYPER_PARAMETERS,
     configs_in,
@@ -38,6 +44,7 @@ from strategies.runtime.lightning.checkpoints.stock_file import (
     CONFIGS,
     HYPER_PARAMETERS,
     RANDOM,
+    Order,
     boxed,
 )
 from strategies.runtime.lightning.checkpoints.whole_state import (
@@ -48,6 +55,7 @@ from strategies.runtime.lightning.checkpoints.whole_state import (
     has_unseen,
     without_sights,
 )
+from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.messages.fingerprint import (
@@ -84,14 +92,17 @@ class CheckpointingStrategy(RanksStrategy):
         self._engine: Engine | None = None
         self._main_optimizers: list[MainOptimizer] = []
         self._saver: Saver | None = None
-        self._checkpoints: set[Path] = set()
+        self._checkpoints = KnownCheckpoints()
+        self._lasting: LastingState | None = None
         self._random_state: Mapping[str, Any] | None = None
         self._whole: WholeModule | None = None
+        self._loaded = Path()  # what has been loaded last
         self.from_file = False  # whether what has been loaded last is a file
         self._loaded_whole = False  # and whether each rank has all of it
         self._fits_rank_0: bool | None = None  # whether one rank can have all state
         self._told_objects = False
-        self._orders: list[Any] | None = None  # of the optimizers' parameters, in the whole module
+        self._orders: list[Order] | None = None  # as ``configure_optimizers()`` has said
+        self._hooks: ParameterHooks | None = None
         self._begun = time.time()
         self._sight: StateOnSight | None = None  # what hooks find in a checkpoint being made
         self._parts: dict[str, Any] = {}  # this rank's of its state
@@ -161,6 +172,7 @@ class CheckpointingStrategy(RanksStrategy):
         names = self.engine.model.parameter_names
         free = owned_state(self.whole.part(), every_parameter=names, owned_parameters=set())
         self.whole.cut(free.keys() - set(names))
+        self._lasting = LastingState(self.whole.module)
 
     def _make_whole(self) -> None:
         """After training, all weights on every rank, if that is asked for and fits; collective."""
@@ -225,11 +237,14 @@ class CheckpointingStrategy(RanksStrategy):
 
         Raises:
             CheckpointError: It cannot be written.
+            NotFiniteError: It would hold what is not finite; not with ``on_nan="ignore"``.
         """
         self._heartbeat.phase(Phase.SAVING)
         self._compare_replicas()
         path = Path(self.broadcast(str(filepath)))
-        self._checkpoints.add(path.absolute())
+        problem = self._not_finite(moments="optimizer_states" in checkpoint)
+        self._refuse_not_finite(path, problem)
+        self._checkpoints.add(path, problem)
         for key in (HYPER_PARAMETERS, DATA_HYPER_PARAMETERS):
             if key in checkpoint:
                 configs = configs_in(checkpoint[key])
@@ -242,8 +257,31 @@ class CheckpointingStrategy(RanksStrategy):
             self.saver.finish()
             self._save_file(self._of_hooks(checkpoint, self._seen_whole), path)
         else:
-            self._save_folder(self._of_hooks(checkpoint, self._seen_parts), path)
+            self._save_folder(self._of_hooks(checkpoint, self._seen_parts), path, problem)
         self._heartbeat.phase(Phase.BETWEEN)
+
+    def _not_finite(self, *, moments: bool = True) -> str | None:
+        """What of the state that stays is not finite on any rank, in words; collective."""
+        assert self._lasting is not None
+        own = self._lasting.problem(self.engine, self.optimizers, moments=moments)
+        return first_problem(everybody().everyone, own)
+
+    def _refuse_not_finite(self, path: Path, problem: str | None) -> None:
+        """The same on all ranks."""
+        if problem is None:
+            return
+        if self._options.on_nan != "ignore":
+            raise NotFiniteError(
+                f"step {int(self._trainer.global_step)}: {problem}, so {path} was not written: "
+                f"training cannot go on from it. {self._last_checkpoint(skips=False)}"
+            )
+        if self.is_global_zero:
+            _log.warning(
+                "%s is not finite: %s. It is written because of trainer.on_nan=ignore; "
+                "no run with stop or skip goes on from it.",
+                path,
+                problem,
+            )
 
     def _of_hooks(
         self, checkpoint: dict[str, Any], plain: Callable[[dict[str, Any]], dict[str, Any]]
@@ -327,15 +365,88 @@ class CheckpointingStrategy(RanksStrategy):
             own={RANDOM: random_state(), "layout": layout_of(where)},
         )
 
-    def _stock_orders(self) -> list[Any]:
+    def _stock_orders(self) -> list[Order]:
+        """The parameters of the optimizers as they are now, in the whole module; collective."""
+        if self._hooks is not None:
+            found = self._hooks.group_names()
+        elif self.coordinates.pp == 1:
+            found = self._own_groups()
+        else:
+            return self._asked_orders()
+        aliases = self.whole.aliases
+        return [
+            [[aliases.get(name, [name]) for name in group] for group in groups] for groups in found
+        ]
+
+    def _own_groups(self) -> list[list[list[str]]]:
+        """Per optimizer and group the names of what is updated on this rank."""
+        assert self.lightning_module is not None
+        module = self.lightning_module.named_parameters(remove_duplicate=False)
+        names = {id(parameter): name for name, parameter in module}
+        names |= {id(p): name for name, p in self.engine.named_parameters().items()}
+        return [
+            [[names.get(id(p), "") for p in group] for group in main.groups]
+            for main in self._updaters()
+        ]
+
+    def _updaters(self) -> list[MainOptimizer]:
+        return self._main_optimizers or [MainOptimizer.plain(each) for each in self.optimizers]
+
+    def _asked_orders(self) -> list[Order]:
+        """Of ranks that have their own parameters alone: as ``configure_optimizers()`` says.
+
+        Asked once, before the first step: later it may say something else. Groups that were added
+        since have their parameters in the order of the module.
+        """
         if self._orders is None:
             module = self.lightning_module
             assert module is not None
             with self.whole.shown(self.engine.model):
                 self._orders = stock_file.stock_orders(module)
-        return self._orders
+        added = [
+            groups[len(order) :]
+            for groups, order in zip(self._own_groups(), self._orders, strict=True)
+        ]
+        told = everybody().everyone(added)
+        aliases = self.whole.aliases
+        orders: list[Order] = []
+        for index, order in enumerate(self._orders):
+            there = zip(*(theirs[index] for theirs in told), strict=True)
+            members = [{name for names in group for name in names} for group in there]
+            more = [[aliases[n] for n in self.whole.names if n in group] for group in members]
+            orders.append([*order, *more])
+        return orders
 
-    def _save_folder(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def _check_groups(self, *, saves: bool) -> None:
+        """Refuses optimizers that a checkpoint could not hold, before the first step; collective.
+
+        Raises:
+            CheckpointError: The same on all ranks.
+        """
+        problem = None
+        own = self._own_groups()
+        try:
+            if saves:
+                for optimizer in self.optimizers:
+                    name_optimizer_state(optimizer, self.engine.named_parameters())
+        except CheckpointError as error:
+            problem = str(error)
+        asked = self._options.checkpoints
+        as_files = asked == "file" or (
+            asked == "auto" and not isinstance(self.lightning_module, HasUnits)
+        )
+        if saves and as_files and self._hooks is None and self.coordinates.pp > 1:
+            for groups, order in zip(own, self._asked_orders(), strict=True):
+                for names, members in zip(groups, order, strict=True):
+                    known = {alias for aliases in members for alias in aliases}
+                    for name in names:
+                        if name not in known:
+                            problem = problem or stock_file.tell_unordered(name)
+        problems = [said for said in everybody().everyone(problem) if said is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path, problem: str | None) -> None:
         state = self._trainer.state
         holders = self.engine.holders()
         running = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
@@ -356,7 +467,8 @@ class CheckpointingStrategy(RanksStrategy):
                 "begun": self._begun,
                 "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "parameters": sorted(self.engine.model.parameter_names),
-            },
+            }
+            | ({} if problem is None else {NOT_FINITE: problem}),
         )
 
     def _compare_replicas(self) -> None:
@@ -411,7 +523,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def has_checkpoint(self, filepath: str | Path) -> bool:
         """Whether this run has loaded it, or written it, or is writing it."""
-        return Path(filepath).absolute() in self._checkpoints
+        return Path(filepath) in self._checkpoints
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -424,7 +536,8 @@ class CheckpointingStrategy(RanksStrategy):
         self.saver.finish()
         path = Path(self.broadcast(str(checkpoint_path)))
         assert self.lightning_module is not None
-        self._checkpoints.add(path.absolute())
+        self._checkpoints.add(path)
+        self._loaded = path
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         shares = self._shares({})
         self.from_file = bool(everybody().first_says(committed(path).is_file()))
@@ -512,6 +625,10 @@ class CheckpointingStrategy(RanksStrategy):
         return self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+            # Its groups of before. Lightning has called this when its state was not loaded yet.
+            if isinstance(callback, BaseFinetuning) and callback._restarting:
+                callback.on_fit_start(self._trainer, self._trainer.lightning_module)
         named = self.engine.named_parameters()
         shares = self._shares({})
         states = checkpoint["optimizer_states"]
@@ -520,18 +637,37 @@ class CheckpointingStrategy(RanksStrategy):
             orders = zip(states, self._stock_orders(), strict=True)
             states = [stock_file.by_names(state, order, wanted) for state, order in orders]
         saved = [shares.padded_optimizer(state, named) for state in states]
-        mains = self._main_optimizers or [MainOptimizer.plain(each) for each in self.optimizers]
-        for main, state in zip(mains, saved, strict=True):
+        for main, state in zip(self._updaters(), saved, strict=True):
             main.load(state, named)
         # configure_optimizers() may have asked for the number of steps, which makes the loaders
         # before the loops know where they are. They are made again.
         loop: Any = self._trainer.fit_loop
         loop._combined_loader = None
         self._random_state = checkpoint
+        self._refuse_ruined(self._loaded)
+
+    def _refuse_ruined(self, path: Path) -> None:
+        """Refuses to go on from a state that is not finite; collective."""
+        problem = self._not_finite()
+        self._checkpoints.add(path, problem)
+        if problem is None or self._options.on_nan == "ignore":
+            return
+        raise CheckpointError(
+            f"{path} is not finite: {problem}, and so would be every step after it. Use an earlier "
+            "checkpoint, or train anew."
+        )
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Deletes a whole folder, once, and not before the one being written is committed."""
-        self._checkpoints.discard(Path(filepath).absolute())
+        """Deletes a whole folder, once, and not before the one being written is committed.
+
+        The last finite one stays where all others are not finite.
+        """
+        path = Path(filepath)
+        if self._checkpoints.keeps(path):
+            if self.is_global_zero:
+                _log.warning("%s stays: it is the last finite checkpoint.", path)
+            return
+        self._checkpoints.discard(path)
         if self.is_global_zero:
             self.saver.remove(Path(filepath))
 
@@ -544,20 +680,22 @@ class CheckpointingStrategy(RanksStrategy):
             set_random_state(self._random_state)
             self._random_state = None
 
-    def _last_checkpoint(self) -> str:
-        """Where to go on from after a step that could not be applied, in a sentence."""
-        skip = "trainer.on_nan=skip leaves such steps out and goes on"
+    def _last_checkpoint(self, *, skips: bool = True) -> str:
+        """Where to go on from after a step that could not be applied, in a sentence.
+
+        ``skips``: whether it would help to leave such steps out.
+        """
+        skip = "; trainer.on_nan=skip leaves such steps out and goes on" if skips else ""
         try:
             self.saver.finish()
         except CheckpointError as error:
-            return f"The last checkpoint failed, too: {error} Try a smaller rate; {skip}."
-        there = [p for p in self._checkpoints if p.is_file() or (p / MANIFEST).is_file()]
-        if not there:
-            return f"No checkpoint has been written. Try a smaller rate; {skip}."
-        newest = max(there, key=lambda path: path.stat().st_mtime)
+            return f"The last checkpoint failed, too: {error} Try a smaller rate{skip}."
+        newest = self._checkpoints.last_finite()
+        if newest is None:
+            return f"No checkpoint has been written. Try a smaller rate{skip}."
         return (
             f"The last checkpoint is {newest}: trainer.resume={newest} goes on from there, say "
-            f"with a smaller rate; {skip}."
+            f"with a smaller rate{skip}."
         )
 
 

@@ -164,12 +164,17 @@ def _positions(
                     state[position] = rest.pop(name)
             position += 1
     if rest:
-        raise CheckpointError(
-            f"configure_optimizers() of the whole module does not name {next(iter(rest))}, which "
-            "an optimizer updates: it must give the same groups whenever it is called. Use "
-            "PipelineStrategy(checkpoints='folder'), which needs no such order."
-        )
+        raise CheckpointError(tell_unordered(next(iter(rest))))
     return {"state": state, "param_groups": counted}
+
+
+def tell_unordered(name: str) -> str:
+    """Why a file cannot hold the state of a parameter."""
+    return (
+        f"configure_optimizers() of the whole module does not name {name}, which an optimizer "
+        "updates: it must give the same groups whenever it is called. Use "
+        "PipelineStrategy(checkpoints='folder'), which needs no such order."
+    )
 
 
 def by_names(saved: Mapping[str, Any], order: Order, own: Mapping[str, Any]) -> dict[str, Any]:

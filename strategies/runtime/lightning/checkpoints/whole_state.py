@@ -245,6 +245,7 @@ class WholeModule:
 
     Attributes:
         names: Of its state, in the order of stock Lightning.
+        aliases: Of each name of a parameter all the names that it has.
         num_bytes: Of its parameters and buffers.
         restored: Whether it is whole at present.
     """
@@ -252,6 +253,10 @@ class WholeModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.names = tuple(module.state_dict())
+        tied: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(parameter), []).append(name)
+        self.aliases = {name: all_names for all_names in tied.values() for name in all_names}
         self._kinds = {
             name: (tuple(p.shape), p.dtype)
             for name, p in module.named_parameters(remove_duplicate=False)

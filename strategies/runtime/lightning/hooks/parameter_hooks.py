@@ -103,6 +103,15 @@ class ParameterHooks(WholeParameters):
             made = list(optimizers())
             self._optimizers = [Groups(optimizer, self._is_foreign) for optimizer in made]
 
+    def group_names(self) -> list[list[list[str]]]:
+        """Per optimizer and group the names of its parameters on all ranks, in order."""
+        names = self._table.by_identity()
+        names |= {id(self._table.original(name)): name for name in self._table.freed}
+        return [
+            [[names.get(id(p), "") for p in group] for group in groups.whole]
+            for groups in self._optimizers
+        ]
+
     def run(self, owner: Any, name: str, function: Callable[[], Any]) -> Any:
         """Runs a hook watched."""
         if self._call is not None:

@@ -324,6 +324,12 @@ class Groups:
             shown.state = _States(self._state, self._foreign)
             self._sizes = [len(whole) for whole in self._whole]
 
+    @property
+    def whole(self) -> list[list[nn.Parameter]]:
+        """What each group has on all ranks; what is here of one that was added outside of hooks."""
+        groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        return groups if self._shown else [*self._whole, *groups[len(self._whole) :]]
+
     def hide(self, foreign: Callable[[Tensor], bool]) -> None:
         """Leaves each group its own parameters; a hook may have added groups."""
         if not self._shown:
@@ -338,6 +344,7 @@ class Groups:
             else:
                 group["params"] = [p for p in whole if not foreign(p)]
                 self._whole[index:] = [list(whole), *self._whole[index + 1 :]]
+        del self._whole[len(groups) :]
         if isinstance(self.optimizer.state, _States):  # Nobody has loaded another one.
             kept = dict(dict.items(self.optimizer.state))
             self._state.clear()
