@@ -125,8 +125,10 @@ def _announce(run: Run, checkpoint: Path | None, run_dir: Path) -> None:
         f"{known}; {config.schedule.name} on {run.world_size} ranks (pp={config.pp} dp={run.dp}"
         + (f" tp={config.tp}" if config.tp > 1 else "")
         + (f" ep={config.ep}" if config.ep > 1 else "")
-        + f"), {run.num_microbatches} microbatches of {config.data.microbatch_size}"
-        + ("" if run.own_model else f" x {run.shape.sequence} tokens")
+        + f"), {run.num_microbatches} microbatches"
+        # Only the loaders of a data module of the user's know the size of a batch.
+        + ("" if run.own_data else f" of {config.data.microbatch_size}")
+        + ("" if run.own_model or run.own_data else f" x {run.shape.sequence} tokens")
     )
     for note in run.notes:
         say(note)

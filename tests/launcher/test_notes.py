@@ -1,14 +1,20 @@
 """What is said before a run starts."""
 
+from pathlib import Path
+
 import pytest
 
 from launcher.commands import layouts, ranks
+from launcher.commands.train import _announce
 from launcher.config.decode import from_dict
 from launcher.report.predicted import memory_note
 from launcher.resolve import resolve
 from tests.launcher.runs import MODEL, launch
 
 EXPERTS = {"experts": 8, "layers": 4}
+OWN_DATA = {
+    "model": {"name": "class", "path": "nets:Net"}, "data": {"name": "class", "path": "nets:Data"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -85,3 +91,13 @@ def test_a_large_plan_for_the_default_hardware_is_told_before_the_search(
         layouts.run(from_dict(asked | {"hardware": {"name": hardware}}), tmp_path)
     said = capsys.readouterr().out
     assert ("billion parameters for hardware=cpu_laptop (the default;" in said) == told
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"), [({}, "4 microbatches of 1 x 128 tokens"), (OWN_DATA, "4 microbatches\n")]
+)
+def test_a_start_says_the_size_of_microbatches_only_where_it_is_known(data, wanted, capsys):
+    """The loaders of a module of the user's decide it: 4 of 16 rows were called 4 of 1."""
+    run = resolve(from_dict({"pp": 2, "trainer": {"accelerator": "cpu"}, **data}))
+    _announce(run, None, Path("x"))
+    assert wanted in "".join(capsys.readouterr())
