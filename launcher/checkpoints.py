@@ -91,6 +91,7 @@ def check_model(path: Path, shape: TransformerShape) -> None:
     both = now.get("bias_update_rate") and then.get("bias_update_rate")
     free |= {"bias_update_rate"} if both else set()
     wrong = [key for key in now if key not in free and then.get(key) != now[key]]
+    other = [key for key in now if key in free and key in then and then[key] != now[key]]
     if wrong and then["experts"] is None:  # what other keys are about
         wrong = [key for key in wrong if key in then]
     if wrong:
@@ -99,8 +100,14 @@ def check_model(path: Path, shape: TransformerShape) -> None:
         changed = wrong + [
             key for key in then if key not in (*now, *free) and then[key] != beside.get(key)
         ]
+        changed += [key for key in other if key == "sequence"]  # Losses are of one length.
         fix = " ".join(f"model.{key}={spell(then[key])}" for key in changed)
         raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
+    if other:
+        written_with, has = (
+            " ".join(f"model.{key}={spell(each[key])}" for key in other) for each in (then, now)
+        )
+        say(f"note: the checkpoint was written with {written_with}; this run has {has}")
 
 
 def check_continues(path: Path, run: Run) -> None:
