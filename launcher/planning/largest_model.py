@@ -19,8 +19,8 @@ from strategies.plan import Recompute
 from strategies.planner.group import Group
 from strategies.planner.layout_search import rank_key
 from strategies.planner.outcome import Outcome
-from strategies.planner.problem import Order, Problem
-from strategies.planner.tuner import candidates, longest, simulated
+from strategies.planner.problem import Order
+from strategies.planner.tuner import candidates, fitted, longest
 
 # A sequence is found to a few percent: in steps of 1/32 to 1/64 of the one that was asked.
 _SHARE_BITS = 5
@@ -164,7 +164,7 @@ class _Search:
             return Reach(policy, None, step, None, None, None, min(known, default=None))
         asked = self.question(value)
         assert asked is not None
-        outcomes = [self.simulated(asked.problem, *each) for each in self.candidates(asked, policy)]
+        outcomes = [self.simulated(asked, *each) for each in self.candidates(asked, policy)]
         limit = asked.problem.machine.memory_bytes
         fitting = [o for o in outcomes if o is not None and o.peak_bytes <= limit]
         beyond = self.tried.get((value + step, policy))
@@ -195,7 +195,7 @@ class _Search:
             if group.least_bytes > limit:
                 needed.append(group.least_bytes)
                 continue
-            outcome = self.simulated(asked.problem, group, order)
+            outcome = self.simulated(asked, group, order)
             if outcome is None:
                 continue
             if outcome.peak_bytes <= limit:
@@ -206,9 +206,9 @@ class _Search:
     def candidates(self, asked: Question, policy: Recompute) -> Iterator[tuple[Group, Order]]:
         return candidates(asked.problem, replace(asked.space, recompute=policy))
 
-    def simulated(self, problem: Problem, group: Group, order: Order) -> Outcome | None:
+    def simulated(self, asked: Question, group: Group, order: Order) -> Outcome | None:
         self.num_simulated += 1
-        return simulated(problem, group, order)
+        return fitted(asked.problem, asked.space, group, order)
 
     def question(self, value: int) -> Question | None:
         """The question for a value; None where the model does not allow it."""

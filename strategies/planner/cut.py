@@ -27,20 +27,25 @@ class Room:
         state: Bytes per unit of weights, gradients and optimizer.
         activation: Bytes per unit that one microbatch keeps.
         held: Per stage, how many microbatches keep that.
-        limit: Bytes per stage.
+        limits: Bytes, per stage.
     """
 
     state: tuple[float, ...]
     activation: tuple[float, ...]
     held: tuple[float, ...]
-    limit: float
+    limits: tuple[float, ...]
 
     def holds(self, units: Sequence[int]) -> bool:
+        taken = zip(self.taken(units), self.limits, strict=True)
+        return all(much <= limit for much, limit in taken)
+
+    def taken(self, units: Sequence[int]) -> list[float]:
+        """Bytes that the units of each stage take."""
         edges = [0, *accumulate(units)]
-        return all(
-            sum(self.state[low:high]) + held * sum(self.activation[low:high]) <= self.limit
+        return [
+            sum(self.state[low:high]) + held * sum(self.activation[low:high])
             for (low, high), held in zip(pairwise(edges), self.held, strict=True)
-        )
+        ]
 
 
 def cut_chain(
@@ -157,7 +162,6 @@ class _Extents:
         self.num_stages = num_stages
         self.min_units = min_units
         self._room = room
-        self._most_bytes = 0.0 if room is None else room.limit
         self._by_held: dict[float, list[float]] = {}
 
     def _bytes(self, room: Room, stage: int) -> list[float]:
@@ -190,7 +194,7 @@ class _Extents:
         if self._room is None:
             return True
         sums = self._bytes(self._room, stage)
-        return sums[end] - sums[start] <= self._most_bytes
+        return sums[end] - sums[start] <= self._room.limits[stage]
 
     def possible_ends(self, limit: float) -> tuple[list[int], list[int]]:
         """Per stage the least and the largest end that leave all other stages a way."""
@@ -255,7 +259,7 @@ class _Extents:
                 end += 1
             return max(end, start)
         sums = self._bytes(self._room, stage)
-        end = min(end, bisect_right(sums, sums[start] + self._most_bytes, start) - 1)
+        end = min(end, bisect_right(sums, sums[start] + self._room.limits[stage], start) - 1)
         while end > start and not self.fits(stage, start, end, limit):
             end -= 1
         while end < self.count and self.fits(stage, start, end + 1, limit):

@@ -242,8 +242,42 @@ def _room(problem: Problem, layout: Layout, *, selective: bool) -> Room:
         tuple(map(float, table.state_bytes)),
         tuple(map(float, table.activation_bytes)),
         tuple(float(min(layout.pp - stage, layout.num_microbatches)) for stage in stages),
-        float(problem.machine.memory_bytes),
+        (float(problem.machine.memory_bytes),) * layout.pp,
     )
+
+
+def cut_again(
+    problem: Problem, space: Space, group: Group, order: Order, rank_bytes: tuple[int, ...]
+) -> Group | None:
+    """A group of one order, cut for what its ranks hold beside their units; None for no other cut.
+
+    Buffers of messages and what a stage takes for a while are known of a program only.
+
+    ``rank_bytes``: what the program of this group and order holds at its worst, per rank.
+    """
+    layout, placement, selective = group.layout, group.placement, group.recompute.inside
+    if space.units is not None or _shared(placement) or group.recompute.rewrites:
+        return None
+    room = _room(problem, layout, selective=selective)
+    held = [rank_bytes[rank] for rank in placement.copies[0]]
+    beside = [max(0.0, all_ - own) for all_, own in zip(held, room.taken(group.units), strict=True)]
+    limits = tuple(limit - much for limit, much in zip(room.limits, beside, strict=True))
+    times = _times(problem.unit_table(layout, selective=selective))
+    units = cut_chain(times, layout.pp, room=replace(room, limits=limits))
+    if units is None or units == group.units:
+        return None
+    costs, table, buckets = _figures(
+        problem, layout, placement, units, group.overlap, selective=selective
+    )
+    schedule = find_schedule(order.schedule)
+    splits = schedule.splits_backward or group.split_backward
+    waits = problem.machine.waits_at_flush
+    rules = Rules(layout.num_microbatches, splits, False, waits, schedule.synchronous)
+    return replace(
+        group, units=units, orders=(order,), costs=costs, table=table, buckets=buckets,
+        bound=step_bound(placement, table, rules, ()),
+        least_bytes=_least_bytes(layout, placement, table, group.recompute),
+    )  # fmt: skip
 
 
 def _fastest(

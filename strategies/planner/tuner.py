@@ -18,7 +18,7 @@ from strategies.compiler import compile_plan, no_collection
 from strategies.errors import PlanError
 from strategies.ir.program import recomputed_pairs
 from strategies.plan import NO_RECOMPUTE, Recompute
-from strategies.planner.group import Group, groups
+from strategies.planner.group import Group, cut_again, groups
 from strategies.planner.layout_search import Answer, Rejected, rank_key
 from strategies.planner.outcome import (
     Evaluator,
@@ -50,7 +50,7 @@ def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
     """
     began = time.perf_counter()
     with no_collection():
-        answer = _Tuner(problem, top_k).run(candidates(problem, space))
+        answer = _Tuner(problem, space, top_k).run(candidates(problem, space))
     return replace(answer, search_s=time.perf_counter() - began)
 
 
@@ -99,13 +99,35 @@ def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
     )
 
 
+_MOST_CUTS = 8
+
+
+def fitted(problem: Problem, space: Space, group: Group, order: Order) -> Outcome | None:
+    """As ``simulated``; where that needs too much, units are cut again for what ranks really hold.
+
+    Of cuts that all need too much, that which needs least.
+    """
+    best = found = simulated(problem, group, order)
+    for _ in range(_MOST_CUTS):
+        if found is None or found.peak_bytes <= problem.machine.memory_bytes:
+            break
+        again = cut_again(problem, space, found.group, order, found.rank_bytes)
+        if again is None:
+            break
+        found = simulated(problem, again, order)
+        assert found is not None and best is not None  # no order is searched for
+        best = min(best, found, key=lambda outcome: outcome.peak_bytes)
+    return best
+
+
 # What is listed or refused as one: the layouts of a tuner differ in their microbatches only.
 _Key = tuple[Layout, Recompute]
 
 
 class _Tuner:
-    def __init__(self, problem: Problem, top_k: int) -> None:
+    def __init__(self, problem: Problem, space: Space, top_k: int) -> None:
         self.problem = problem
+        self.space = space
         self.limit = problem.machine.memory_bytes
         self.top_k = top_k
         self.best: dict[_Key, Outcome] = {}
@@ -192,7 +214,7 @@ class _Tuner:
 
     def simulate(self, group: Group, order: Order) -> Outcome | None:
         self.num_simulated += 1
-        outcome = simulated(self.problem, group, order)
+        outcome = fitted(self.problem, self.space, group, order)
         if outcome is not None:
             self.known.append(outcome)
         return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -217,3 +218,25 @@ def test_the_printed_command_runs_as_it_is_printed(tmp_path: Path):
     checked = launch_here([*again, "mode=validate"], tmp_path / "again").assert_done().result
     assert checked["period"] == pytest.approx(result["plans"][0]["predicted_step_time_s"])
     assert checked["peak_memory_bytes"] == result["plans"][0]["peak_memory_bytes"]
+
+
+# A cut that seems to fit until its buffers are counted is made again with what is left of memory.
+TIGHT = (
+    "mode=plan", "model=gpt3_1_6b", "hardware=a100_40g", "hardware.gpus_per_node=4",
+    "planner.global_batch_size=64", "trainer.precision=16-mixed", "costs.attention=unfused",
+    "schedule=1f1b", "recompute=none", "data.microbatch_size=1", "pp=8", "dp=1", "tp=2",
+    "planner.num_gpus=16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [2048, pytest.param(9984, marks=pytest.mark.full)])
+def test_the_longest_sequence_does_not_depend_on_where_the_search_begins(start, tmp_path):
+    words = [*TIGHT, "planner.maximize=sequence_length", f"model.sequence={start}"]
+    done = launch_here(words, tmp_path).assert_done()
+    (longest,) = re.findall(r"recompute=none +model\.sequence=(\d+) ", done.output)
+    assert 11_520 <= int(longest) <= 11_584  # to 1/32 of the start
+
+
+def test_a_sequence_shorter_than_the_longest_has_a_plan(tmp_path):
+    done = launch_here([*TIGHT, "model.sequence=7616"], tmp_path).assert_done()
+    assert re.search(r"^1 +2 +8 +1 +64 x 1 +1f1b ", done.output, re.MULTILINE)

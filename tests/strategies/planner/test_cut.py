@@ -61,7 +61,7 @@ def test_under_a_memory_limit_it_is_the_fastest_cut_that_fits(units, stages, lim
     stages = min(stages, len(units))
     times, state, kept = (list(map(float, column)) for column in zip(*units, strict=True))
     held = tuple(float(stages - stage) for stage in range(stages))
-    room = Room(tuple(state), tuple(kept), held, float(limit))
+    room = Room(tuple(state), tuple(kept), held, (float(limit),) * len(held))
     fitting = [cut for cut in all_cuts(len(units), stages) if room.holds(cut)]
     found = cut_chain(times, stages, room=room)
     if not fitting:
