@@ -330,9 +330,9 @@ def _slurm() -> Finding:
         return Finding("SLURM", "note", "no sbatch here", "only cluster=slurm needs it")
     # Clients are in many images that no controller is near; a job cannot do without one.
     job = os.environ.get("SLURM_JOB_ID")
-    state, advice = "note", "only cluster=slurm needs it: scontrol ping"
-    if job is not None:
-        state, advice = "bad", "is slurmctld there? scontrol ping"
+    state: Literal["note", "bad"] = "note" if job is None else "bad"
+    why = "only cluster=slurm needs it" if job is None else "this job cannot do without slurmctld"
+    advice = f"{why}: scontrol ping"
     try:
         said = subprocess.run(
             ["sinfo", "--noheader", "--format=%P %a %D nodes"],
