@@ -1,7 +1,8 @@
-"""Groups of optimizers that are not those of ``configure_optimizers()``: how they are saved."""
+"""Groups of optimizers that are not those of ``configure_optimizers()``: saved, and resumed."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,10 @@ class Unfreezing(Filtering):
 CASES = {each.__name__: each for each in (Freezing, Adding, MadeOnce, Unfreezing)}
 
 
-def fit(case: str, *, layout: str | None, epochs: int, folder: str) -> dict[str, Any]:
-    options = {} if layout is None else {"checkpoints": "file"}
+def fit(
+    case: str, *, layout: str | None, epochs: int, folder: str, kind: str = "file", resume: str = ""
+) -> dict[str, Any]:
+    options = {} if layout is None else {"checkpoints": kind}
     losses = Losses()
     keeps = ModelCheckpoint(folder, f"{{epoch}}-of-{epochs}", save_top_k=-1)
     trainer = pl.Trainer(
@@ -88,7 +91,10 @@ def fit(case: str, *, layout: str | None, epochs: int, folder: str) -> dict[str,
         callbacks=[losses, keeps],
         **strategy_of(layout, **options),
     )
-    trainer.fit(CASES[case](), examples())
+    with warnings.catch_warnings():
+        if resume:  # Lightning says that the folder of its checkpoints is another one.
+            warnings.simplefilter("ignore", UserWarning)
+        trainer.fit(CASES[case](), examples(), ckpt_path=resume or None)
     if layout is not None:
         trainer.strategy.engine.close()  # type: ignore[attr-defined]
     return {
@@ -103,7 +109,7 @@ def groups_of(path: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", ["Freezing", "MadeOnce", "Unfreezing"])
-def test_they_are_saved_as_by_stock_lightning(
+def test_they_are_saved_as_by_stock_lightning_and_resumed_by_it_and_by_a_pipeline(
     ranks: Callable[[int], Ranks], tmp_path: Path, case: str
 ) -> None:
     def run(layout: str | None, name: str, **more: Any) -> dict[str, Any]:
@@ -115,6 +121,10 @@ def test_they_are_saved_as_by_stock_lightning(
     ours = run("1f1b", "ours", epochs=2)
     assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-10)
     assert groups_of(ours["path"]) == groups_of(stock["path"])
+    expected = run(None, "stock again", epochs=3, resume=stock["path"])["losses"]
+    for layout, start in ((None, ours), ("1f1b", ours), ("1f1b", stock)):
+        found = run(layout, f"again {layout} {start is ours}", epochs=3, resume=start["path"])
+        assert found["losses"] == pytest.approx(expected, abs=1e-10)
 
 
 def test_an_added_group_is_saved(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
@@ -133,6 +143,15 @@ def test_an_added_group_is_saved(ranks: Callable[[int], Ranks], tmp_path: Path) 
     for position, entry in other.items():
         for key, value in entry.items():
             torch.testing.assert_close(saved[position][key], value, rtol=0, atol=1e-10)
+
+
+def test_unfreezing_goes_on_from_a_folder(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"case": "Unfreezing", "layout": "1f1b", "kind": "folder"}
+    straight = ranks(2).run(fit, **given, epochs=3, folder=str(tmp_path / "straight"))[0]
+    first = str(tmp_path / "straight" / "epoch=1-of-3.ckpt")
+    found = ranks(2).run(fit, **given, epochs=3, folder=str(tmp_path / "again"), resume=first)[0]
+    assert len(found["losses"]) == 4
+    assert straight["losses"][8:9] == pytest.approx(found["losses"][:1], abs=1e-10)
 
 
 class Stranger(Filtering):
