@@ -32,7 +32,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu gpu-proof gpu-wheels test-slurm test-faults test-docs bench-links profile-step golden docs docs-page playground-packages test-playground check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu gpu-proof gpu-wheels test-slurm test-faults test-docs bench-links profile-step golden docs docs-page mutants playground-packages test-playground check format clean
 FORCE:
 
 help: ## List the targets
@@ -101,13 +101,7 @@ test-docs: install ## Follow every page of the documents literally, from an empt
 golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
 	$(PYTEST) --golden $(ARGS)
 
-docs: install ## Follow every page of the documents literally, from an empty folder (10 minutes on 2 cores)
-	$(PYTEST) -m '' tests/documents tests/test_site.py tests/test_readme.py $(ARGS)
-
-golden: install ## Rewrite tests/golden/ from what the code produces now; read the diff before you commit
-	$(PYTEST) --golden $(ARGS)
-
-mutants: install ## Put some 200 faults in, one at a time: do tests fail? (10 minutes on 2 cores) ARGS="--only strategies/ir"
+mutants: install ## Put faults in, one at a time (tools/mutants.txt): do tests fail? ARGS="--only strategies/ir"
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 docs: install ## Build the documentation site into build/site (no network needed; warnings are errors)
