@@ -112,8 +112,8 @@ class TrainerConfig:
     on_nan: Literal["stop", "skip", "ignore"] = key(
         "stop",
         "NaN or infinity in the loss or a gradient of any rank: no rank applies the step, and the "
-        "run stops or goes on; ignore = not looked for. With stop and skip no checkpoint that is not "
-        "finite is written, and the run ends there.",
+        "run stops or goes on; ignore = not looked for. With stop and skip no checkpoint that is "
+        "not finite is written, and the run ends there.",
     )
     post_validation: Literal["auto"] | bool = key(
         "auto",
