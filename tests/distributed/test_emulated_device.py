@@ -140,8 +140,8 @@ def backend_of_auto(gpus: list[str]) -> str:
         return strategy.backend
 
 
-def test_auto_goes_through_host_memory_only_where_ranks_share_a_gpu(
+def test_auto_goes_through_a_gpus_memory_only_where_ranks_share_it(
     ranks: Callable[[int], Ranks],
 ) -> None:
     assert ranks(2).run(backend_of_auto, gpus=["GPU-a", "GPU-b"]) == ["nccl", "nccl"]
-    assert ranks(2).run(backend_of_auto, gpus=["GPU-a", "GPU-a"]) == ["staged", "staged"]
+    assert ranks(2).run(backend_of_auto, gpus=["GPU-a", "GPU-a"]) == ["shared", "shared"]

@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "times are not those of a GPU of one's own"
         )
     # Who ends it keeps what has been found.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     passed = True
     try:
         for part in (1, 2) if asked.part is None else (asked.part,):
@@ -100,6 +100,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say(f"{asked.out}: stopped; what has been found so far is in it")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _say(f"{asked.out}: " + ("all passed" if passed else "not everything has passed"))
     return 0 if passed else 1
 
