@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -127,10 +129,17 @@ def test_a_part_ends_in_time_and_says_what_it_has_left_out(tmp_path):
     assert 2 * command.PART_S <= 540
 
 
-def test_the_cheapest_stages_rehearse_on_a_cpu(tmp_path, monkeypatch, capsys):
+def test_the_cheapest_stages_rehearse_on_a_cpu(tmp_path):
     file = tmp_path / "proof.json"
-    assert command.main(["--rehearse", "--stages", "card,configurations", "--out", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines()[0].startswith("CPU (rehearsal), torch ")
+    words = ["--rehearse", "--stages", "card,configurations", "--out", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.gpu_proof", *words],
+        cwd=proof.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0].startswith("CPU (rehearsal), torch ")
     found = read(file)["stages"]["configurations"]["found"]
     assert len(found["rows"]) == 5
     assert set(found["rows"]) < set(ROWS)

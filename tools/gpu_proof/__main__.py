@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.gpu_proof.proof import Stage, look, prove
+from tools.gpu_proof.proof import Stage, import_all, look, prove
 
 PART_S = 270.0
 # In the order of their value; those of one line run side by side.
@@ -86,13 +86,15 @@ def main(words: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     passed = True
     try:
-        for part in (1, 2) if asked.part is None else (asked.part,):
+        parts = [[part] for part in (1, 2) if asked.part in (None, part)]
+        for part in [[1, 2]] if asked.rehearse and len(parts) == 2 else parts:
             groups = [
-                [s for s in group if s.part == part and (not names or s.name in names)]
+                [s for s in group if s.part in part and (not names or s.name in names)]
                 for group in GROUPS
             ]
             if asked.rehearse:  # Times mean nothing: all at once.
                 groups = [[stage for group in groups for stage in group]]
+                import_all(groups)
             passed &= prove(
                 groups, card, asked.out, limit_s=PART_S * (10 if asked.rehearse else 1),
                 quick=asked.rehearse, again=asked.again, say=_say,
