@@ -115,9 +115,11 @@ def test_ranks_compare_the_gpus_that_they_see_by_uuid(port, monkeypatch):
         lambda device: SimpleNamespace(uuid=gpus[threading.current_thread().name]),
     )
     found = {}
+    stores = []  # rank 0's serves the list until both have read it
 
     def come(rank: int) -> None:
         store, _ = joined(rank, port, world_size=2, timeout_s=120)
+        stores.append(store)
         found[rank] = ranks_gpus(store, torch.device("cuda", 0), rank=rank, world_size=2)
 
     other = threading.Thread(target=come, args=(1,), name="other")
