@@ -83,10 +83,10 @@ gpu-wheels: install ## What the proof needs on a machine without network, into b
 	$(BIN)/python -m tools.gpu_proof.wheels
 
 profile-step: install ## Where a training step's CPU time goes, by parts; ARGS="--real --flame step.svg"
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.step_profile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step_profile $(ARGS)
 
 bench-links: install ## Fold on slow links beside torch + DDP and the simulator (Linux, root; 12 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.fold_on_links $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fold_on_links $(ARGS)
 
 test-slurm: install ## Only the tests on a real SLURM here (as root on Debian: installs it)
 	$(BIN)/python -m tests.slurm.local_cluster install

@@ -13,12 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.processes.rank_server import SHARED
-from strategies.compiler import compile_program
-from strategies.costs.uniform import UniformCosts
-from strategies.schedules import SCHEDULES, find_schedule
-from strategies.simulator.engine import simulate
-from tests.benchmarks import (
+from benchmarks import (
     example_figures,
     flush_period,
     peers,
@@ -29,8 +24,13 @@ from tests.benchmarks import (
     recompute_cost,
     step_profile,
 )
-from tests.benchmarks.overhead_paths import critical_path
-from tests.benchmarks.split_backward_cost import Size
+from benchmarks.overhead_paths import critical_path
+from benchmarks.split_backward_cost import Size
+from launcher.processes.rank_server import SHARED
+from strategies.compiler import compile_program
+from strategies.costs.uniform import UniformCosts
+from strategies.schedules import SCHEDULES, find_schedule
+from strategies.simulator.engine import simulate
 from tests.distributed.pool import Ranks
 from tests.warm_server import rank_server_address
 
@@ -98,12 +98,12 @@ ENGINES = ["ours", "torch", "torch_ours", "bare", "autograd"]
 def test_every_benchmark_that_a_document_names_is_run_here():
     pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
-    named = set(re.findall(r"tests\.benchmarks\.(\w+)", text))
+    named = set(re.findall(r"\bbenchmarks\.(\w+)", text))
     assert named == {*ALONE, *ON_TWO_RANKS, *LAUNCHED, *OTHERWISE}
 
 
 def run(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command: ModuleType = importlib.import_module(f"tests.benchmarks.{name}")
+    command: ModuleType = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(sys, "argv", [name, *words.split()])
     command.main()
 
@@ -200,7 +200,7 @@ def test_the_command_measures_every_engine_and_writes_table_and_json(
     assert [row.split()[1] for row in (first, second, third)] == ["1f1b", "zb_v", "zb_h1"]
     assert first.count(" ms)") == second.count(" ms)") == 5
     assert third.count(" ms)") == 4
-    assert rest[-1] == f"python -m tests.benchmarks.pipeline_overhead {' '.join(words)}"
+    assert rest[-1] == f"python -m benchmarks.pipeline_overhead {' '.join(words)}"
 
 
 @pytest.mark.distributed

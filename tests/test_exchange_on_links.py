@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.benchmarks import exchange_on_links
-from tests.benchmarks.exchange_on_links import FORWARD_S, PP, Layer, Task, predicted
+from benchmarks import exchange_on_links
+from benchmarks.exchange_on_links import FORWARD_S, PP, Layer, Task, predicted
 
 
 def test_what_is_predicted_is_the_sleeps_and_what_of_the_exchange_shows():

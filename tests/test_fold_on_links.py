@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import fold_on_links
-from tests.benchmarks.fold_on_links_hosts import MissingRightError, check_rights
-from tests.benchmarks.fold_on_links_scenario import (
+from benchmarks import fold_on_links
+from benchmarks.fold_on_links_hosts import MissingRightError, check_rights
+from benchmarks.fold_on_links_scenario import (
     FOLD,
     Contender,
     Link,
@@ -24,7 +24,7 @@ from tests.benchmarks.fold_on_links_scenario import (
     predict,
     scenarios,
 )
-from tests.benchmarks.fold_on_links_table import make_line, markdown, verdict
+from benchmarks.fold_on_links_table import make_line, markdown, verdict
 
 LINK = Link(25e6, 1e-4)
 
@@ -72,7 +72,7 @@ def test_at_four_ranks_every_stage_is_reduced_in_60_ms():
 def test_predictions_need_neither_links_nor_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    words = ["-X", "importtime", "-m", "tests.benchmarks.fold_on_links", "--predict-only"]
+    words = ["-X", "importtime", "-m", "benchmarks.fold_on_links", "--predict-only"]
     done = subprocess.run(
         [sys.executable, *words, "--scenarios", "pp4"], capture_output=True, text=True, check=True
     )
@@ -222,7 +222,7 @@ def test_everybody_runs_on_the_links_and_every_byte_is_sent(interfaces: int):
 def test_interrupted_it_leaves_no_namespace_and_no_rank(tmp_path: Path, number: signal.Signals):
     file = tmp_path / "figures.json"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.benchmarks.fold_on_links", "--json", str(file)],
+        [sys.executable, "-m", "benchmarks.fold_on_links", "--json", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -262,5 +262,5 @@ def test_the_command_writes_table_and_json(
         assert min(line["sent_mb"]) > 0.01, line  # messages by one, reductions by the other
     text = table.read_text()
     assert text.startswith("| quick | step | simulator | ratio |")
-    assert text.splitlines()[-1] == " ".join(["python -m tests.benchmarks.fold_on_links", *words])
+    assert text.splitlines()[-1] == " ".join(["python -m benchmarks.fold_on_links", *words])
     assert text.splitlines()[0] in capsys.readouterr().out

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published
+from benchmarks.published_run import predict_run, read_runs
 from launcher.compose.option_groups import conf_dir
 from launcher.compose.session import hydra_session
-from tests.benchmarks import published
-from tests.benchmarks.published_run import predict_run, read_runs
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "evidence" / "predictions.md"
@@ -139,7 +139,7 @@ def test_a_file_that_is_none_is_told(tmp_path):
 def test_the_page_holds_every_row_of_the_file():
     above, found, tables = PAGE.read_text().partition(published.MARKER)
     assert found
-    assert "tests.benchmarks.published" in above
+    assert "benchmarks.published" in above
     listed = set(re.findall(r"^\| (\S+) \|", tables, re.MULTILINE))
     missing = {
         re.split(":", line)[0] for line in re.findall(r"^- (\S+: .*)$", tables, re.MULTILINE)

@@ -23,7 +23,7 @@ Say `python -m launcher pp=9` inline: no command of a block.
 ```bash
 $ time python -m launcher mode=plan \\
     planner.num_gpus=4
-OMP_NUM_THREADS=1 chrt -r 10 python -m tests.benchmarks.plan_ranking
+OMP_NUM_THREADS=1 chrt -r 10 python -m benchmarks.plan_ranking
 ```
 
 ```text
@@ -47,7 +47,7 @@ def test_commands_and_files_are_found_in_their_order(tmp_path: Path) -> None:
     assert [command.words for command in commands] == [
         ["python", "-m", "launcher", "pp=2"],
         ["python", "-m", "launcher", "mode=plan", "planner.num_gpus=4"],
-        ["python", "-m", "tests.benchmarks.plan_ranking"],
+        ["python", "-m", "benchmarks.plan_ranking"],
     ]
     assert [command.place for command in commands] == ["page.md:5", "page.md:13", "page.md:15"]
     assert commands[0].launcher == ["pp=2"]
@@ -68,7 +68,7 @@ def test_the_console_script_is_the_launcher(tmp_path: Path) -> None:
         ("python -m launcher -m schedule=1f1b,zb_x pp=2", "zb_x"),
         ("python -m launcher schedule=chimera pp=3", "chimera"),
         ("make no-such-target", "no-such-target"),
-        ("python -m tests.benchmarks.no_such_file", "page.md:3"),
+        ("python -m benchmarks.no_such_file", "page.md:3"),
         ("pip install 'foldpipe[no_such_extra]'", "page.md:3"),
         ("curl example.org", "no test types it"),
     ],

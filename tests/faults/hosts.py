@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.processes.slurm_job import begin, end
-from tests.benchmarks.fold_on_links_hosts import (
+from benchmarks.fold_on_links_hosts import (
     MissingRightError,
     address,
     check_rights,
     hosts,
     inside,
 )
+from launcher.processes.slurm_job import begin, end
 from tests.launcher.runs import environment, launch
 
 _RATE_MBIT = 1000.0

@@ -1,0 +1,348 @@
+"""The exchange of experts' tokens on shaped links: in turn with compute, and under it.
+
+    sudo python -m benchmarks.exchange_on_links [--steps 5] [--rate-mbit 120]
+
+Four hosts are network namespaces (``fold_on_links_hosts``), two stages by two replicas that share
+experts (ep=2). Compute sleeps, rows of tokens are there and cross the links. The rate is given, and
+rows are as large as makes all exchanges take ``--share`` of the compute where nothing hides them,
+as it is measured first.
+
+Four contenders in one process tree, one after the other: without any exchange (every rank computes
+its rows itself), with it in turn, with ``overlap.exchange=true``, and the 1F1B of
+torch.distributed.pipelining with the same layers. Beside each the simulator's step for the link as
+it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed import pipelining
+
+from benchmarks.fold_on_links_hosts import address, hosts
+from strategies.compiler import compile_plan
+from strategies.costs.table import CostTable
+from strategies.costs.uniform import UniformCosts
+from strategies.ir.program import Program
+from strategies.models.expert_parallel import ExpertRanks
+from strategies.models.unit_model import UnitModel
+from strategies.plan import Options, Plan
+from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.messages.mesh import Coordinates
+from strategies.simulator.engine import simulate
+
+PP, EP, LAYERS, TOKENS, WIDTH = 2, 2, 4, 8, 16
+FORWARD_S = 0.2  # a stage's forward, half of it experts'; a backward takes twice that
+_PORT = 29_611
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for; equal on all ranks."""
+
+    steps: int
+    microbatches: int
+    row_elements: int
+    travel_s: float = 0.0  # what an exchange is to take
+
+
+class _Slept(Function):
+    """Compute of a known duration in either direction."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Layer(nn.Module):
+    """Something like attention, then experts, to which half of the rows go each."""
+
+    expert_parameters = ("scale",)
+
+    def __init__(self, row_elements: int) -> None:
+        super().__init__()
+        self.num_experts = EP
+        self.exchange: ExpertRanks | None = None
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(EP, 1))
+        self._row = row_elements
+        self._piece_s = FORWARD_S * PP / LAYERS / 2
+
+    def forward(self, stream: Tensor) -> Tensor:
+        stream = _slept(stream * self.weight, self._piece_s)
+        rows = stream[:, :1].expand(-1, self._row).contiguous()
+        counts = torch.full((EP,), len(rows) // EP)
+        around = self.exchange
+        found = (
+            self.compute(rows, counts)
+            if around is None
+            else around.around(self.compute, rows, counts)
+        )
+        return stream + found[:, :WIDTH]
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return _slept(rows, self._piece_s) * self.scale.mean()
+
+
+def _slept(data: Tensor, seconds: float) -> Tensor:
+    result: Tensor = _Slept.apply(data, seconds)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Model(nn.Module):
+    """Layers as units; the loss is a mean."""
+
+    def __init__(self, row_elements: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(row_elements) for _ in range(LAYERS))
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]:
+        return [(f"layers.{n}", layer) for n, layer in enumerate(self.layers)]
+
+    def pipeline_inputs(self, batch: Tensor) -> tuple[Tensor, ...]:
+        return (batch.flatten(0, 1),)
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: str) -> Tensor:
+        loss: Tensor = tensors[0].mean()
+        return loss
+
+
+class Ours:
+    """A whole step without an optimizer."""
+
+    def __init__(self, task: Task, rank: int, *, ep: int, pairs: bool) -> None:
+        where = Coordinates.of(rank, pp=PP, dp=EP, ep=ep)
+        self._engine = Engine(
+            model=UnitModel(Model(task.row_elements)),
+            plan=Plan("eager_1f1b", pp=PP, num_microbatches=task.microbatches, pairs=pairs),
+            options=Options(dp=EP, ep=ep, backend="gloo", on_nan="ignore", check_batches=False),
+            coordinates=where,
+            device=torch.device("cpu"),
+        )
+        self._engine.build_gradients()
+        self._batch = torch.ones(task.microbatches, TOKENS, WIDTH)
+        self._steps = 0
+
+    def step(self) -> None:
+        engine = self._engine
+        engine.train_pass(self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True)
+        engine.restore_gradients()
+        engine.flush()
+        engine.stepped()
+        self._steps += 1
+
+
+class Theirs:
+    """torch.distributed.pipelining's 1F1B over the same layers, which exchange in turn."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        where = Coordinates.of(rank, pp=PP, dp=EP, ep=EP)
+        pipelines = [dist.new_group(list(where.pipeline(d))) for d in range(EP)]
+        blocks = [dist.new_group([p * EP, p * EP + 1]) for p in range(PP)]
+        half = LAYERS // PP
+        layers = list(Model(task.row_elements).layers)[where.pp_rank * half :][:half]
+        for layer in layers:
+            assert isinstance(layer, Layer)
+            layer.exchange = ExpertRanks(blocks[where.pp_rank])
+            layer.scale = nn.Parameter(layer.scale.detach()[:1].clone())
+        stage = pipelining.PipelineStage(
+            nn.Sequential(*layers), where.pp_rank, PP, torch.device("cpu"),
+            group=pipelines[where.dp_rank],
+        )  # fmt: skip
+        self._first, self._last = where.pp_rank == 0, where.pp_rank == PP - 1
+        self._schedule = pipelining.Schedule1F1B(
+            stage, task.microbatches, loss_fn=lambda output, _: output.mean()
+        )
+        self._batch = torch.ones(task.microbatches * TOKENS, WIDTH, requires_grad=True)
+
+    def step(self) -> None:
+        target = self._batch if self._last else None
+        self._schedule.step(*((self._batch,) if self._first else ()), target=target)
+
+
+class LinkCosts:
+    """What the simulator is told: the sleeps, and the exchange as it was measured alone."""
+
+    def __init__(self, travel_s: float) -> None:
+        self.exchange_s = 2 * LAYERS / PP * travel_s  # of a stage's forward
+
+    def table(self, program: Program) -> CostTable:
+        table = UniformCosts(forward=FORWARD_S, backward=2 * FORWARD_S).table(program)
+        more, count = self.exchange_s, len(table.forward)
+        return replace(
+            table,
+            forward=(FORWARD_S + more,) * count,
+            backward=(2 * FORWARD_S + more,) * count,
+            backward_input=(FORWARD_S + more,) * count,
+            exchange=(more,) * count,
+            exchanging=((LAYERS // PP, 0.5),) * count,
+        )
+
+
+def predicted(schedule: str, task: Task, travel_s: float, *, pairs: bool) -> float:
+    plan = Plan(schedule, pp=PP, num_microbatches=task.microbatches, pairs=pairs, buckets=0)
+    return simulate(compile_plan(plan).train, LinkCosts(travel_s)).makespan
+
+
+def _calibrated(task: Task, rank: int) -> tuple[Task, float]:
+    """Rows whose exchange takes what is asked, and what it takes; equal on all ranks."""
+    block = [dist.new_group([p * EP, p * EP + 1]) for p in range(PP)][rank // EP]
+    for _ in range(4):
+        found = _travel_s(task, ExpertRanks(block), block)
+        if abs(found / task.travel_s - 1.0) < 0.02:
+            break
+        size = max(WIDTH, int(task.row_elements * task.travel_s / found))
+        task = replace(task, row_elements=size)
+    return task, _travel_s(task, ExpertRanks(block), block)
+
+
+def _travel_s(task: Task, ranks: ExpertRanks, block: Any) -> float:
+    """Half of a layer's exchange, the slower rank's median, with nothing beside it.
+
+    As in a step there is compute in front and in between: a connection that has been idle begins
+    slowly, and ranks tell each other first how much will come.
+    """
+    rows, counts = torch.ones(TOKENS, task.row_elements), torch.full((EP,), TOKENS // EP)
+    piece_s, taken = FORWARD_S * PP / LAYERS / 2, []
+
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        time.sleep(piece_s)
+        return rows
+
+    for _ in range(8):
+        dist.barrier(group=block)
+        time.sleep(piece_s)
+        started = time.perf_counter()
+        ranks.around(compute, rows, counts)
+        taken.append((time.perf_counter() - started - piece_s) / 2)
+    slowest = torch.tensor(statistics.median(taken[2:]), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def run_rank(rank: int, task: Task, result: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address(0)}:{_PORT}", rank=rank, world_size=PP * EP,
+        timeout=timedelta(seconds=120),
+    )  # fmt: skip
+    task, travel_s = _calibrated(task, rank)
+    contenders: dict[str, Ours | Theirs] = {
+        "no exchange": Ours(task, rank, ep=1, pairs=False),
+        "in turn": Ours(task, rank, ep=EP, pairs=False),
+        "under compute": Ours(task, rank, ep=EP, pairs=True),
+        "torch 1F1B, in turn": Theirs(task, rank),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(task.steps + 1):
+        for name, contender in contenders.items():
+            dist.barrier()
+            started = time.perf_counter()
+            contender.step()
+            spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if number:
+                taken[name].append(float(spent))
+    if rank == 0:
+        told = {
+            "no exchange": predicted("eager_1f1b", task, 0.0, pairs=False),
+            "in turn": predicted("eager_1f1b", task, travel_s, pairs=False),
+            "under compute": predicted("eager_1f1b", task, travel_s, pairs=True),
+            "torch 1F1B, in turn": predicted("1f1b", task, travel_s, pairs=False),
+        }
+        found = {name: (statistics.median(steps), told[name]) for name, steps in taken.items()}
+        result.write_text(json.dumps({"travel_s": travel_s, "steps": found}))
+    dist.barrier()
+
+
+def _forked(rank: int, host: str, task: Task, result: Path) -> int:
+    """A process on a host, of which all has been imported; its id."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        with Path("/run/netns", host).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+        with suppress(
+            PermissionError
+        ):  # It sleeps most of the time; what else runs is not to count.
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+        run_rank(rank, task, result)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    """Makes the hosts, runs the ranks, prints a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--rate-mbit", type=float, default=120.0)
+    parser.add_argument("--share", type=float, default=0.3)
+    asked = parser.parse_args()
+    travels = 4 * LAYERS / PP  # in a stage's forward and backward
+    travel_s = asked.share * 3 * FORWARD_S / travels
+    # Half of the rows cross the link.
+    elements = int(travel_s * asked.rate_mbit * 1e6 / 8 / 4 / (TOKENS / EP))
+    task = Task(asked.steps, asked.microbatches, elements, travel_s)
+    with (
+        tempfile.TemporaryDirectory(prefix="exchange_on_links-") as folder,
+        hosts(PP * EP, interfaces=1, rate_mbit=asked.rate_mbit) as names,
+    ):
+        result = Path(folder, "result.json")
+        ranks = [_forked(rank, name, task, result) for rank, name in enumerate(names)]
+        try:
+            while ranks:
+                ended, status = os.wait()
+                ranks.remove(ended)
+                if status:
+                    raise RuntimeError("a rank failed; see above")
+        finally:
+            for process in ranks:
+                os.kill(process, signal.SIGKILL)
+        found = json.loads(result.read_text())
+    base = found["steps"]["no exchange"][0]
+    shown = f"{found['travel_s'] * travels / (3 * FORWARD_S):.0%} of the compute"
+    print(f"exchanges: {1e3 * found['travel_s']:.2f} ms each, {shown}\n")  # noqa: T201
+    print("| | step | over no exchange | predicted | off |\n|---|---:|---:|---:|---:|")  # noqa: T201
+    for name, (step, told) in found["steps"].items():
+        cells = f"{1e3 * step:.0f} ms | {step / base:.3f} | {1e3 * told:.0f} ms"
+        print(f"| {name} | {cells} | {told / step - 1:+.1%} |")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
