@@ -106,13 +106,13 @@ mutants: install ## Put faults in, one at a time (tools/mutants.txt): do tests f
 
 docs: install ## Build the documentation site into build/site (no network needed; warnings are errors)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean $(ARGS)
-	$(BIN)/python -m tests.playground.pack build/site/playground
+	$(BIN)/python -m tools.docs.playground build/site/playground
 	@echo 'build/site/index.html'
 
 # npm's packages lie outside the sources, and are those of package-lock.json, checksums included.
 NPM_STAMP := build/npm/node_modules/.package-lock.json
-$(NPM_STAMP): tests/playground/package.json tests/playground/package-lock.json
-	mkdir -p build/npm && cp tests/playground/package.json tests/playground/package-lock.json build/npm/
+$(NPM_STAMP): tools/docs/package.json tools/docs/package-lock.json
+	mkdir -p build/npm && cp tools/docs/package.json tools/docs/package-lock.json build/npm/
 	cd build/npm && npm ci --ignore-scripts --no-audit --no-fund --prefer-offline && touch node_modules/.package-lock.json
 
 playground-packages: $(NPM_STAMP) ## Fetch what the playground page needs from npm, once (Pyodide; 15 MB)
@@ -122,7 +122,7 @@ test-playground: playground-packages docs ## Click through the playground page i
 
 docs-page: install ## Rewrite what the program writes of docs/: refusals, schedules, tables, pictures
 	$(BIN)/python -m tests.differences
-	$(BIN)/python -m tests.documents.pages
+	$(BIN)/python -m tools.docs.pages
 
 check: install ## Formatting, lint, types, import layers, and that the tree has not grown unnoticed
 	$(BIN)/ruff format --check .

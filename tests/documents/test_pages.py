@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from strategies.schedules import SCHEDULES
-from tests.documents import pages
-from tests.documents.pages import DOCS, ROOT
-from tests.documents.schedule_pages import ADVICE, markdown
-from tests.documents.situations import PLAINEST, SITUATIONS, choice, figures
+from tools.docs import pages
+from tools.docs.pages import DOCS, ROOT
+from tools.docs.schedule_pages import ADVICE, markdown
+from tools.docs.situations import PLAINEST, SITUATIONS, choice, figures
 
 
 def stale() -> list[str]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import pages, test_commands
+from tests.documents import test_commands
 from tests.documents.steps import Command, File, steps
+from tools.docs import pages
 
 PAGE = """# A page
 
@@ -86,8 +87,8 @@ def test_a_picture_that_is_older_than_what_makes_it_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With other microbatches in the pictures, every one of them is."""
-    from tests.documents import schedule_pages
     from tests.documents.test_pages import stale
+    from tools.docs import schedule_pages
 
     monkeypatch.setattr(pages, "made", lambda: [(pages.DOCS / "schedules" / "1f1b.svg", drawn)])
     drawn = schedule_pages.svg([("1f1b", schedule_pages.timeline("1f1b", 4))], title="1f1b")

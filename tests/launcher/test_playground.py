@@ -17,7 +17,7 @@ from launcher.resolve import resolve
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.schedules import SCHEDULES
 from tests.launcher.command_line import launch_here
-from tests.playground.pack import FIRST, NPM, ROOT, compose_options, copy_pyodide, modules
+from tools.docs.playground import FIRST, NPM, ROOT, compose_options, copy_pyodide, modules
 
 OPTIONS = compose_options()
 GRID = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
@@ -188,7 +188,7 @@ print(answer({FIRST!r}, Options(**json.load(sys.stdin)))["result"]["makespan"])
 
 
 def test_without_npm_there_is_no_pyodide_and_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.playground.pack.NPM", tmp_path / "nowhere")
+    monkeypatch.setattr("tools.docs.playground.NPM", tmp_path / "nowhere")
     assert not copy_pyodide(tmp_path / "site")
     assert NPM.parts[-3:] == ("build", "npm", "node_modules")
     assert math.isfinite(MAX_FORWARDS)

@@ -26,7 +26,7 @@ from typing import Any
 from launcher.__main__ import main as launcher
 from launcher.report.summary import format_duration
 from strategies.schedules import SCHEDULES
-from tests.playground.pack import NPM, ROOT
+from tools.docs.playground import NPM, ROOT
 
 SITE = ROOT / "build" / "site"
 PICTURES = ROOT / "build" / "playground_pictures"

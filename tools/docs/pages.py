@@ -29,7 +29,7 @@ def difference(share: float) -> str:
 
 def made() -> Iterator[tuple[Path, str]]:
     """(file, what must stand in it) of every page, picture and block."""
-    from tests.documents import lever_table, schedule_pages, situations, slurm_reading
+    from tools.docs import lever_table, schedule_pages, situations, slurm_reading
 
     for name, text in schedule_pages.schedule_pages():
         yield DOCS / name, text

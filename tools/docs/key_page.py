@@ -8,7 +8,7 @@ from launcher.compose.option_groups import FLAGS_HELP, find_groups
 from launcher.compose.session import compose_checked, hydra_session
 from launcher.config import LaunchConfig
 from launcher.config.key import Key, describe, keys_of, nodes_of, spell, value_at
-from tests.documents.pages import ROOT
+from tools.docs.pages import ROOT
 
 
 def key_tables() -> str:

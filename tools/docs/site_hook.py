@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tests.documents.key_page import flag_table, key_tables
+from tools.docs.key_page import flag_table, key_tables
 
 _BUILT = {"flags": flag_table, "keys": key_tables}
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.timeline import Timeline
@@ -16,9 +16,9 @@ from strategies.ir.versions import staleness, weight_versions
 from strategies.schedules import SCHEDULES, Schedule
 from strategies.schedules import custom as custom_module
 from strategies.schedules.synonym import SYNONYMS
-from tests.documents.drawing import svg
-from tests.documents.pages import ROOT, difference, percent
-from tests.documents.situations import PP, SITUATIONS, Situation, choice, figures
+from tools.docs.drawing import svg
+from tools.docs.pages import ROOT, difference, percent
+from tools.docs.situations import PP, SITUATIONS, Situation, choice, figures
 
 PICTURED = 8  # microbatches in pictures
 COUNTS = (4, 8, 16, 32)

@@ -1,4 +1,4 @@
-"""Puts what the playground page needs beside it: ``python -m tests.playground.pack FOLDER``.
+"""Puts what the playground page needs beside it: ``python -m tools.docs.playground FOLDER``.
 
 ``make docs`` calls it for the site that it has built. Into FOLDER go
 
@@ -56,7 +56,7 @@ _DATE = (2020, 1, 1, 0, 0, 0)
 
 def main() -> int:
     if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m tests.playground.pack FOLDER\n")
+        sys.stderr.write("usage: python -m tools.docs.playground FOLDER\n")
         return 2
     folder = Path(sys.argv[1])
     options = compose_options()
@@ -88,7 +88,7 @@ def _option(group: str, file: Path) -> dict[str, Any]:
     # What Hydra would do, fifty times as fast: the files hold plain keys.
     values = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(values, dict)
-    if group == "hardware" and any(name.startswith("peak_") for name in values):
+    if group == "hardware" and any(str(name).startswith("peak_") for name in values):
         values = {"peak_flops": None, **values}
     node = dump(from_dict({group: values}))[group]
     assert isinstance(node, dict)

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.config import check, from_dict
 from launcher.processes.nodes import plan_nodes
 from launcher.processes.slurm_script import job_script
-from tests.documents.pages import ROOT
+from tools.docs.pages import ROOT
 
 _RUN, _HOME = Path("/home/me/outputs/fold"), Path("/home/me")
 _ASKED = {

@@ -16,7 +16,7 @@ from strategies.analysis.memory import peak_activations
 from strategies.errors import PlanError
 from strategies.ir.kinds import Kind
 from strategies.schedules import SCHEDULES
-from tests.documents.pages import difference
+from tools.docs.pages import difference
 
 PP = 4
 PLAIN = UniformCosts()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from launcher.compose.session import compose_checked, hydra_session
 from launcher.report.predicted import predict
 from launcher.resolve import resolve
-from tests.documents.pages import difference
+from tools.docs.pages import difference
 
 _BASE = (
     "mode=simulate", "model=llama2_7b", "hardware=a100_80g", "pp=8", "data.global_batch_size=32",
