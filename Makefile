@@ -120,8 +120,7 @@ playground-packages: $(NPM_STAMP) ## Fetch what the playground page needs from n
 test-playground: playground-packages docs ## Click through the playground page in headless Chromium (CHROMIUM=path names another)
 	$(BIN)/python -m tests.playground.clicks $(ARGS)
 
-docs-page: install ## Rewrite what the program writes of docs/: refusals, schedules, tables, pictures
-	$(BIN)/python -m tests.differences
+docs-page: install ## Rewrite what the program writes of docs/: schedules, tables, pictures
 	$(BIN)/python -m tools.docs.pages
 
 check: install ## Formatting, lint, types, import layers, and that the tree has not grown unnoticed

@@ -1,6 +1,6 @@
 """Everything a user can cause, as one exception tree.
 
-Every message tells what was asked, the rule with its numbers, and the fix in command-line spelling.
+Every message says what was asked, the rule with its numbers, and the fix in command-line spelling.
 The command line prints it without a traceback and exits with ``exit_code``.
 """
 
@@ -11,9 +11,24 @@ from collections.abc import Mapping, Sequence
 
 
 class PipelineError(Exception):
-    """Root of all errors that a user's input, data or machine can cause."""
+    """Root of all errors that a user's input, data or machine can cause.
+
+    The message is the reason, then the fix: either ``fix``, or all from the first sentence that
+    begins with "Try".
+
+    Attributes:
+        reason: What was asked, and the rule.
+        fix: What to type instead; empty where nothing can be typed.
+    """
 
     exit_code = 2
+
+    def __init__(self, reason: str, *, fix: str = "") -> None:
+        if not fix:
+            reason, tried, rest = reason.partition(" Try ")
+            fix = f"Try {rest}" if tried else ""
+        super().__init__(f"{reason} {fix}" if fix else reason)
+        self.reason, self.fix = reason, fix
 
 
 class PlanError(PipelineError):

@@ -92,8 +92,11 @@ def parse_instruction(text: str) -> Instruction:
         letters = " ".join(f"2{kind}0" for kind in _LETTERS)
         others = ", ".join([*(f"2{kind}0" for kind in _BUCKETED), *(f"2{kind}" for kind in _PLAIN)])
         raise ProgramError(
-            f"{text!r} is not an instruction. Write stage, letter, microbatch, as in {letters}, or "
-            f"2SEND_F0>3, 3RECV_F0<2, {others}, (2F1;3B0)OVERLAP_F_B."
+            f"{text!r} is not an instruction.",
+            fix=(
+                f"Write stage, letter, microbatch, as in {letters}, or 2SEND_F0>3, 3RECV_F0<2, "
+                f"{others}, (2F1;3B0)OVERLAP_F_B."
+            ),
         )
     part = match.groupdict()
     version = None if part["version"] is None else int(part["version"])

@@ -45,8 +45,9 @@ def verify(program: Program) -> Program:
     """
     if len(program.ranks) != program.placement.num_ranks:
         raise ProgramError(
-            f"{program.schedule}: {len(program.ranks)} rows for "
-            f"{program.placement.num_ranks} ranks. Write one row per rank."
+            f"{program.schedule}: {len(program.ranks)} rows for {program.placement.num_ranks} "
+            "ranks.",
+            fix="Write one row per rank.",
         )
     _check_fields(program)
     _check_once(program)
@@ -71,9 +72,11 @@ def _check_fields(program: Program) -> None:
         for item in row:
             if not isinstance(item, Instruction):
                 raise ProgramError(
-                    f"{program.schedule}: rank {rank} has {item!r}, which is no Instruction. Make "
-                    "them with forward(stage, microbatch) and the like of "
-                    "strategies.ir.instruction."
+                    f"{program.schedule}: rank {rank} has {item!r}, which is no Instruction.",
+                    fix=(
+                        "Make them with forward(stage, microbatch) and the like of "
+                        "strategies.ir.instruction."
+                    ),
                 )
             message = item.kind in MESSAGE_KINDS
             number = KINDS[item.kind].number

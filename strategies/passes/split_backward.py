@@ -34,8 +34,8 @@ def split_backward(program: Program, durations: Durations) -> Program:
         for item in row:
             if item.kind not in MICROBATCH_KINDS:
                 raise ProgramError(
-                    f"{program.schedule}: backwards are split before {item} is added. Call "
-                    "split_backward on a program of F, B, I, W, R and fused pairs."
+                    f"{program.schedule}: backwards are split before {item} is added.",
+                    fix="Call split_backward on a program of F, B, I, W, R and fused pairs.",
                 )
     whole = frozenset(
         (i.stage, i.microbatch) for row in program.ranks for i in row if i.kind is Kind.B

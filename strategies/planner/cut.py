@@ -301,8 +301,8 @@ def by_counts(counts: Sequence[int], num_units: int, num_stages: int) -> tuple[r
     if len(counts) != num_stages or sum(counts) != num_units or min(counts, default=0) < 0:
         raise PlanError(
             f"units_per_stage={list(counts)} has {len(counts)} stages and {sum(counts)} units; "
-            f"needed are {num_stages} stages (pp * stages_per_rank) and {num_units} units. "
-            "Leave it out to balance by cost."
+            f"needed are {num_stages} stages (pp * stages_per_rank) and {num_units} units.",
+            fix="Leave it out to balance by cost.",
         )
     return ranges(counts)
 
@@ -350,8 +350,8 @@ class UnitGraph:
                 if not 0 <= tensor.producer < unit < len(self.times):
                     raise ModelError(
                         f"unit {unit} uses what unit {tensor.producer} makes, of "
-                        f"{len(self.times)} units in order. Number units in an order in which "
-                        "they can run."
+                        f"{len(self.times)} units in order.",
+                        fix="Number units in an order in which they can run.",
                     )
 
     @property

@@ -107,19 +107,19 @@ def register_schedule(
     """
     if isinstance(placement, str) and placement not in PLACEMENTS:
         raise PlanError(
-            f"placement={placement} of schedule={name} is unknown. Use {', '.join(PLACEMENTS)}, or "
-            "a function that returns a Placement."
+            f"placement={placement} of schedule={name} is unknown.",
+            fix=f"Use {', '.join(PLACEMENTS)}, or a function that returns a Placement.",
         )
     if stages_per_rank < 1:
         raise PlanError(
-            f"stages_per_rank={stages_per_rank} of schedule={name}: a rank holds at least 1 stage. "
-            "Use stages_per_rank=1."
+            f"stages_per_rank={stages_per_rank} of schedule={name}: a rank holds at least 1 stage.",
+            fix="Use stages_per_rank=1.",
         )
     copies = 2 if placement == "bidirectional" else 1
 
     def add(order: Order) -> Order:
         if name in SCHEDULES or name == CUSTOM:
-            raise PlanError(f"schedule={name} is registered already. Choose another name.")
+            raise PlanError(f"schedule={name} is registered already.", fix="Choose another name.")
         SCHEDULES[name] = Schedule(
             name,
             order,
@@ -183,7 +183,8 @@ def _load(entry: EntryPoint) -> None:
     except (ImportError, AttributeError) as error:
         raise PlanError(
             f"schedule={entry.name} is offered by an installed package as {entry.value}, which "
-            f"cannot be imported: {error}. Repair or uninstall that package."
+            f"cannot be imported: {error}.",
+            fix="Repair or uninstall that package.",
         ) from error
     if entry.name in SCHEDULES:
         return

@@ -91,7 +91,8 @@ def parse_cells(text: str, *, name: str) -> CellRows:
         if not any(cell.compute for cell in row):
             raise ProgramError(
                 f"{name}, line {number}, column 1: nothing is computed here. Every line is a rank "
-                "with at least one stage; delete the line if it is none."
+                "with at least one stage;",
+                fix="delete the line if it is none.",
             )
     return tuple(rows)
 
@@ -136,7 +137,7 @@ def _pair(text: str, where: str) -> Instruction:
     match = _PAIR.fullmatch(text)
     if match is None:
         raise ProgramError(
-            f"{where}: {text[:60]!a} is not a fused pair. Write (0F1;3B0)OVERLAP_F_B."
+            f"{where}: {text[:60]!a} is not a fused pair.", fix="Write (0F1;3B0)OVERLAP_F_B."
         )
     halves = sorted((_compute(half.strip(), where) for half in match.groups()), key=_forward_first)
     first, second = halves
@@ -147,7 +148,8 @@ def _pair(text: str, where: str) -> Instruction:
     if first.microbatch == second.microbatch:
         raise ProgramError(
             f"{where}: {text} fuses a forward with a backward of its own microbatch, which cannot "
-            f"begin before it has ended. Write two cells: {first} and {second}."
+            "begin before it has ended.",
+            fix=f"Write two cells: {first} and {second}.",
         )
     return overlap(first, second)
 
@@ -201,8 +203,8 @@ def check_messages(rows: CellRows, index: Index, placement: Placement, *, name: 
             key = (item.kind, item.payload, item.stage, item.microbatch)
             if key not in needed:
                 raise ProgramError(
-                    f"{where}: no value of that microbatch goes from one rank to another there. "
-                    "Remove it."
+                    f"{where}: no value of that microbatch goes from one rank to another there.",
+                    fix="Remove it.",
                 )
             if key in found:
                 raise ProgramError(
@@ -226,8 +228,8 @@ def check_messages(rows: CellRows, index: Index, placement: Placement, *, name: 
         side = "after" if kind is Kind.SEND else "before"
         raise ProgramError(
             f"{name}, {compute.place}: {compute.text} has no {word}, but its "
-            f"{'result goes to' if kind is Kind.SEND else 'input comes from'} another rank. "
-            f"Write {word} {side} it, or leave out all SENDs and RECVs."
+            f"{'result goes to' if kind is Kind.SEND else 'input comes from'} another rank.",
+            fix=f"Write {word} {side} it, or leave out all SENDs and RECVs.",
         )
 
 
@@ -257,8 +259,8 @@ def _check_order(cell: Cell, compute: tuple[Cell, int], rank: int, where: str) -
     other, its_rank = compute
     if rank != its_rank:
         raise ProgramError(
-            f"{where} stands on rank {rank}, but {other.text} on rank {its_rank} ({other.place}). "
-            f"Move it to line {its_rank + 1}."
+            f"{where} stands on rank {rank}, but {other.text} on rank {its_rank} ({other.place}).",
+            fix=f"Move it to line {its_rank + 1}.",
         )
     assert cell.instruction is not None
     if cell.instruction.kind is Kind.SEND and cell.column < other.column:
@@ -342,28 +344,30 @@ def _check_pair(index: Index, stage: int, microbatch: int, name: str) -> None:
     if whole and half:
         raise ProgramError(
             f"{name}, {half[0].place}: {half[0].text} is a part of {stage}B{microbatch} in "
-            f"{whole[0].place}. Write {wanted}."
+            f"{whole[0].place}.",
+            fix=f"Write {wanted}.",
         )
     if half and not (inputs and weights):
         other = f"{stage}{'I' if weights else 'W'}{microbatch}"
         raise ProgramError(
-            f"{name}, {half[0].place}: {half[0].text} without {other}. Write {wanted}."
+            f"{name}, {half[0].place}: {half[0].text} without {other}.", fix=f"Write {wanted}."
         )
     if forward and not gradient:
         raise ProgramError(
-            f"{name}, {forward[0].place}: {stage}F{microbatch} has no backward. Write {wanted}, "
-            "after it."
+            f"{name}, {forward[0].place}: {stage}F{microbatch} has no backward.",
+            fix=f"Write {wanted}, after it.",
         )
     if gradient and not forward:
         raise ProgramError(
-            f"{name}, {gradient[0].place}: {gradient[0].text} has no forward. Write "
-            f"{stage}F{microbatch}, before it."
+            f"{name}, {gradient[0].place}: {gradient[0].text} has no forward.",
+            fix=f"Write {stage}F{microbatch}, before it.",
         )
     if not forward:
         cell = _first(cell for key, (cell, _) in index.items() if key[2] == microbatch)
         raise ProgramError(
             f"{name}, {cell.place}: {cell.text} is of microbatch {microbatch}, which no line runs "
-            f"through stage {stage}. Write {stage}F{microbatch}, and {wanted}."
+            f"through stage {stage}.",
+            fix=f"Write {stage}F{microbatch}, and {wanted}.",
         )
 
 

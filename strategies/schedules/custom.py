@@ -126,9 +126,11 @@ def _of_one_version(program: Program, cells: CellRows) -> Program:
                     raise ProgramError(
                         f"{program.schedule}, {cell.place}: {cell.text} reads version "
                         f"{item.version} of the weights, which nobody makes: a file is one step, "
-                        "and its update comes behind all of its gradients. Leave out what begins "
-                        "with #, or try schedule=pipedream_2bw or schedule=pipedream, whose "
-                        "microbatches read several versions."
+                        "and its update comes behind all of its gradients.",
+                        fix=(
+                            "Leave out what begins with #, or try schedule=pipedream_2bw or "
+                            "schedule=pipedream, whose microbatches read several versions."
+                        ),
                     )
     return program.with_ranks(
         tuple(tuple(_unversioned(item) for item in row) for row in program.ranks)

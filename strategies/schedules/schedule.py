@@ -198,14 +198,14 @@ class Schedule:
         if vertical_sync and self.name != "pipedream":
             raise PlanError(
                 f"schedule.vertical_sync=true: {self.name} uses one version of the weights for a "
-                "microbatch on all stages anyway. Remove schedule.vertical_sync, or try "
-                "schedule=pipedream."
+                "microbatch on all stages anyway.",
+                fix="Remove schedule.vertical_sync, or try schedule=pipedream.",
             )
         if not self.grouped:
             if group is not None:
                 raise PlanError(
-                    f"schedule.group={group}: {self.name} has no groups of microbatches. "
-                    "Remove schedule.group, or try schedule=interleaved_1f1b."
+                    f"schedule.group={group}: {self.name} has no groups of microbatches.",
+                    fix="Remove schedule.group, or try schedule=interleaved_1f1b.",
                 )
             shape = Shape(pp, num_microbatches, stages, None, None, vertical_sync, accumulation)
             return self._ruled(shape)
@@ -235,8 +235,11 @@ class Schedule:
             if not isinstance(placed, Placement):
                 raise PlanError(
                     f"schedule={self.name}: its placement function returned {placed!r}, not a "
-                    "Placement. Return one, for example strategies.ir.program.loop(shape.pp, "
-                    "shape.stages_per_rank)."
+                    "Placement.",
+                    fix=(
+                        "Return one, for example strategies.ir.program.loop(shape.pp, "
+                        "shape.stages_per_rank)."
+                    ),
                 )
             if placed.num_ranks != shape.pp:
                 raise PlanError(
@@ -318,23 +321,26 @@ def refuse_late(
     if post_validation is True and not schedule.synchronous:
         raise PlanError(
             f"trainer.post_validation=true: {name} has no flush at which ranks would wait for the "
-            "verdict on an update. Remove trainer.post_validation, or try schedule=zb_v."
+            "verdict on an update.",
+            fix="Remove trainer.post_validation, or try schedule=zb_v.",
         )
     if schedule.synchronous and synchronous_steps:
         raise PlanError(
-            f"schedule.synchronous_steps={synchronous_steps}: {name} ends every step with a flush. "
-            "Remove schedule.synchronous_steps, or try schedule=pipedream_2bw."
+            f"schedule.synchronous_steps={synchronous_steps}: {name} ends every step with a flush.",
+            fix="Remove schedule.synchronous_steps, or try schedule=pipedream_2bw.",
         )
     if error_feedback and schedule.synchronous:
         raise PlanError(
             f"schedule.error_feedback={error_feedback:g}: {name} ends every step with a flush, so "
-            "no gradient is late. Remove schedule.error_feedback, or try schedule=pipedream_2bw."
+            "no gradient is late.",
+            fix="Remove schedule.error_feedback, or try schedule=pipedream_2bw.",
         )
     if error_feedback and name != "pipedream_2bw":
         raise PlanError(
             f"schedule.error_feedback={error_feedback:g}: it corrects gradients that are one "
             f"update late, and those of {name} are late by as many as there are ranks behind a "
-            "stage. Remove schedule.error_feedback, or try schedule=pipedream_2bw."
+            "stage.",
+            fix="Remove schedule.error_feedback, or try schedule=pipedream_2bw.",
         )
 
 

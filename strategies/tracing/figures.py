@@ -362,8 +362,11 @@ def _kept(
 def _untraceable(name: str, operation: str, error: Exception, reason: str) -> ModelError:
     return ModelError(
         f"{name}: {operation} cannot be traced ({type(error).__name__}: {reason}). A trace runs "
-        "layers on shapes alone. Keep values out of Python code (no item(), numpy() or if on a "
-        "tensor's content), or choose pp= and schedule= by hand with plan=manual."
+        "layers on shapes alone.",
+        fix=(
+            "Keep values out of Python code (no item(), numpy() or if on a tensor's content), or "
+            "choose pp= and schedule= by hand with plan=manual."
+        ),
     )
 
 

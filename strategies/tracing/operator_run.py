@@ -422,7 +422,9 @@ def _untraceable(module: nn.Module, name: str, error: Exception) -> ModelError:
     where = name or type(module).__name__
     return ModelError(
         f"{where} cannot be looked at for tensor parallelism ({type(error).__name__}: {reason}). "
-        "Its operators are found by a run on shapes alone. Keep values out of Python code (no "
-        "item(), nonzero() or if on a tensor's content), declare tensor_parallel_plan(), or use "
-        "tp=1."
+        "Its operators are found by a run on shapes alone.",
+        fix=(
+            "Keep values out of Python code (no item(), nonzero() or if on a tensor's content), "
+            "declare tensor_parallel_plan(), or use tp=1."
+        ),
     )

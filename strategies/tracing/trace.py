@@ -63,7 +63,8 @@ def trace_model(
     if second is not None and _shape(first[1]) != _shape(second[1]):
         raise ModelError(
             f"{type(module).__name__} runs other layers for {second[0]} rows than for {first[0]}: "
-            "its stages would depend on the size of a microbatch. Choose pp= and schedule= by hand."
+            "its stages would depend on the size of a microbatch.",
+            fix="Choose pp= and schedule= by hand.",
         )
     return _traced(module, first, second)
 

@@ -92,7 +92,7 @@ class Search:
             if found is None or tried.seconds < found.seconds:
                 found = tried
         if found is None:
-            raise ModelError("nothing is left of the ways to cut this model. Use tp=1.")
+            raise ModelError("nothing is left of the ways to cut this model.", fix="Use tp=1.")
         return found
 
     def _by_program(self, banned: Collection[tuple[int, int]]) -> Found:
@@ -106,7 +106,7 @@ class Search:
         }
         cones = self._cones.all({*banned, *apart})
         if not all(cone.options for cone in cones):
-            raise ModelError("nothing is left of the ways to cut this model. Use tp=1.")
+            raise ModelError("nothing is left of the ways to cut this model.", fix="Use tp=1.")
         equal = []
         place = {n: (c, cone.members.index(n)) for c, cone in enumerate(cones)
                  for n in cone.members}  # fmt: skip
@@ -126,7 +126,7 @@ class Search:
                 equal += [(sides[0], other) for other in sides[1:]]
         found = _solve_ilp(cones, {}, {}, equal)
         if found is None:
-            raise ModelError("nothing is left of the ways to cut this model. Use tp=1.")
+            raise ModelError("nothing is left of the ways to cut this model.", fix="Use tp=1.")
         seconds, options = found
         return Found(seconds, self._picks(cones, options))
 
@@ -145,7 +145,7 @@ class Search:
                         grown[left] = (total, (way, step.options))
             alive = grown
         if not alive:
-            raise ModelError("nothing is left of the ways to cut this model. Use tp=1.")
+            raise ModelError("nothing is left of the ways to cut this model.", fix="Use tp=1.")
         seconds, way = min(alive.values(), key=lambda found: found[0])
         parts: list[tuple[int, ...]] = []
         while way:

@@ -103,4 +103,5 @@ def refused(
             stages_per_rank=stages,
             group=group,
         )
+    assert error.value.fix, "a refusal says what to type instead"
     return str(error.value)
