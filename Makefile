@@ -32,7 +32,7 @@ ifneq ($(shell cat '$(STAMP)' 2>/dev/null),$(CURDIR))
 $(STAMP): FORCE
 endif
 
-.PHONY: FORCE help install lock run test test-all test-distributed test-gpu gpu-proof gpu-wheels test-slurm test-faults test-docs bench-links profile-step golden docs docs-page mutants playground-packages test-playground check format clean
+.PHONY: FORCE help install lock run test test-all test-distributed test-gpu gpu-proof gpu-wheels test-slurm test-faults test-docs bench-smoke bench-links figures profile-step golden docs docs-page mutants playground-packages test-playground check format clean
 FORCE:
 
 help: ## List the targets
@@ -84,6 +84,13 @@ gpu-wheels: install ## What the proof needs on a machine without network, into b
 
 profile-step: install ## Where a training step's CPU time goes, by parts; ARGS="--real --flame step.svg"
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.step_profile $(ARGS)
+
+bench-smoke: install ## Run every benchmark in its smallest form: it works, and how fast is not looked at
+	$(PYTEST) -m '' tests/test_benchmarks.py tests/test_published.py tests/test_fold_on_links.py tests/test_exchange_on_links.py tests/test_figures.py $(ARGS)
+
+BASE ?= HEAD
+figures: install ## Whether the tree is slower than a commit: BASE=<commit>, HEAD if none is given (half an hour)
+	$(BIN)/python -m tools.figures '$(BASE)' $(ARGS)
 
 bench-links: install ## Fold on slow links beside torch + DDP and the simulator (Linux, root; 12 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fold_on_links $(ARGS)
