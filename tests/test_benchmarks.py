@@ -1,4 +1,7 @@
-"""Every benchmark that a document names runs and says what it should; how fast, is no test."""
+"""Every benchmark that a document names runs and says what it should; how fast, is no test.
+
+Every day a few that cost little; `make bench-smoke` runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,7 +95,15 @@ LAUNCHED = {
     "dense_twin": ("2", r"\| tiny \| 1,246,848 \| .*\n\| tiny_moe \| 3,907,200 \| 1,252,992 \| "),
 }
 OTHERWISE = {"pipeline_overhead", "fold_on_links", "exchange_on_links", "published"}
+EVERY_DAY = {"fold_table", "simulator_speed", "message_order", "heartbeat_cost", "flush_period"}
 ENGINES = ["ours", "torch", "torch_ours", "bare", "autograd"]
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    """All of them, those of every day without a mark."""
+    return [
+        pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.full) for name in names
+    ]
 
 
 def test_every_benchmark_that_a_document_names_is_run_here():
@@ -108,7 +119,7 @@ def run(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command.main()
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", each(ALONE))
 def test_a_command_of_one_process_prints_its_figures(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -117,8 +128,7 @@ def test_a_command_of_one_process_prints_its_figures(
     assert re.search(printed, capsys.readouterr().out)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", LAUNCHED)
+@pytest.mark.parametrize("name", each(LAUNCHED))
 def test_a_command_that_launches_others_prints_its_figures(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -148,7 +158,7 @@ def two_ranks() -> Iterator[Lent]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", each(ON_TWO_RANKS))
 def test_a_command_on_ranks_prints_its_figures(
     name: str,
     two_ranks: Lent,
@@ -171,6 +181,7 @@ def test_a_command_on_ranks_prints_its_figures(
     assert re.search(printed, capfd.readouterr().out)
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_the_command_measures_every_engine_and_writes_table_and_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -203,6 +214,7 @@ def test_the_command_measures_every_engine_and_writes_table_and_json(
     assert rest[-1] == f"python -m benchmarks.pipeline_overhead {' '.join(words)}"
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_all_schedules_are_measured_by_one_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -265,6 +277,7 @@ def test_the_path_of_torchs_order_has_the_first_stages_whole_backward_in_its_w()
     assert critical_path("any", ranks=2, num_microbatches=1, forward=1.0, order=order) == 5.0
 
 
+@pytest.mark.full
 def test_the_cost_of_recomputing_is_measured_in_time_and_bytes(
     capsys: pytest.CaptureFixture[str],
 ):
