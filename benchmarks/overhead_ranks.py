@@ -13,13 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from benchmarks.busy_link import busy_link
 from benchmarks.overhead_emulation import Emulation
 from benchmarks.overhead_engine import Engine, Task
 from benchmarks.overhead_ours import Ours
+from strategies.costs.profile_file import Link
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
+from strategies.profiling.link_times import fit_link
+from strategies.runtime.messages.transport import SharedTransport, Transport
 from strategies.runtime.step.recorder import StepRecord
 
 # Imported where they are asked for.
@@ -30,6 +33,11 @@ ENGINES = {
     "bare": ("benchmarks.overhead_bare", "Bare"),
     "autograd": ("benchmarks.overhead_bare", "Autograd"),
 }
+# Of the messages by which `busy_link` finds what one takes.
+_SIZES = (2**14, 2**17, 2**20, 2**21)  # bytes
+_MESSAGES = 15
+_WARM_UPS = 3
+_PAUSE_S = 10e-3  # as an instruction: what has been idle begins slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +206,45 @@ def _build(name: str, task: Task) -> Engine:
     module, attribute = ENGINES[name]
     engine: Engine = getattr(importlib.import_module(module), attribute)(task)
     return engine
+
+
+def busy_link() -> Link:
+    """What a message takes while every rank talks to both neighbours; the same on all ranks.
+
+    Ranks of one machine end their instructions at about the same time, so their messages share its
+    cores. Measured between two ranks while the others are silent, a message takes half as long.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(size)), backend="gloo")
+    transport = SharedTransport(group, timeout_s=600.0)
+    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < size]
+    times = []
+    for length in _SIZES:
+        taken = [_once(transport, neighbours, length) for _ in range(_MESSAGES)]
+        own = torch.tensor(statistics.median(taken[_WARM_UPS:]), dtype=torch.float64)
+        dist.all_reduce(own)
+        times.append(float(own) / size)
+    dist.barrier()  # No rank leaves before all have received everything.
+    dist.destroy_process_group(group)
+    return fit_link(_SIZES, times)
+
+
+def _once(transport: Transport, neighbours: list[int], length: int) -> float:
+    """Seconds until what all neighbours have sent is here."""
+    leaving = torch.zeros(length // 4)
+    dist.barrier()  # Of another group: in that of messages it may not end beside them.
+    time.sleep(_PAUSE_S)
+    begun = time.perf_counter()
+    arriving = [
+        transport.expect(leaving.shape, leaving.dtype, leaving.device, n, 0) for n in neighbours
+    ]
+    sent = [transport.send(leaving, n, 0) for n in neighbours]
+    for arrival in arriving:
+        arrival.wait()
+    took = time.perf_counter() - begun
+    for handle in sent:
+        handle.wait()
+    return took
 
 
 def prepare(*, realtime: bool) -> bool:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import overhead_ranks
-from benchmarks.busy_link import busy_link
 from benchmarks.overhead_emulation import TOKENS, Emulation
 from benchmarks.overhead_ours import SleepingModel
 from strategies.compiler import compile_plan
@@ -90,7 +89,7 @@ def measure(
     """(name, predicted, measured step time, predicted, measured compute) of all cases."""
     ranks = Ranks(num_ranks)
     ranks.run(overhead_ranks.prepare, realtime=False)
-    link = ranks.run(busy_link)[0]
+    link = ranks.run(overhead_ranks.busy_link)[0]
     known: dict[float, dict[Kind, float]] = {}
     for schedule, recompute, count, size in cases(quick=quick):
         each = FORWARD_S * size / stages_per_microbatch(schedule, num_ranks)

@@ -24,11 +24,9 @@ from benchmarks import (
     plan_ranking,
     prediction_emulated,
     prediction_real,
-    recompute_cost,
     step_profile,
 )
 from benchmarks.overhead_paths import critical_path
-from benchmarks.split_backward_cost import Size
 from launcher.processes.rank_server import SHARED
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
@@ -43,17 +41,17 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", 
 SMALL_MODEL = "--steps 2 --rounds 1 --layers 2 --sequence 8 --iterations 3"
 ALONE = {
     "fold_table": ("--microbatches 8", r"\n\| 4, 8 \| 33 / 41 / 65 \| 26.25 / 34.25 / 58.25 \|"),
-    "simulator_speed": (
+    "micro simulator": (
         "--ranks 4 --microbatches 8 --repetitions 2",
         r"1f1b pp=4 num_microbatches=8: \d+ instructions, compiled in \d+ ms, simulate\(\) .*"
         r"(\n(lanes.replay|ListClock.hoist|quick_walk), .*: \d+\.\d\d ms instead of \d+\.\d\d){3}",
     ),
-    "pass_speed": (
+    "micro passes": (
         "--ranks 8 --microbatches 8 --repetitions 1",
         r"mario, chimera pp=8 m=8: \d+ ms.*\n(.*\n)*optimal, zb_v pp=4 m=16, 4 activations: \d+",
     ),
-    "recorder_cost": ("--steps 7", r"\d+ instructions per step: recorded .* ratio \d"),
-    "message_order": (
+    "micro recorder": ("--steps 7", r"\d+ instructions per step: recorded .* ratio \d"),
+    "micro messages": (
         "--schedules 1f1b zb_v --latencies 0.05",
         r"(1f1b .*%\n){3}(zb_v .*%\n){3}mean at p2p=0.05F: \S+% by producer, \S+% as chosen",
     ),
@@ -62,7 +60,7 @@ ALONE = {
         "13B-on-64-chimera",
         r"13B-on-64-chimera .* s CPU  search .* s, \d+/\d+  step \d+\.\d+ s\n +pp=\d+ tp=\d+ dp=",
     ),
-    "heartbeat_cost": (
+    "micro heartbeat": (
         "--writes 100 --rounds 2",
         r"F, B, I, W: 2 writes +-?\d.*us\n(.*\n)+page of",
     ),
@@ -95,7 +93,7 @@ LAUNCHED = {
     "dense_twin": ("2", r"\| tiny \| 1,246,848 \| .*\n\| tiny_moe \| 3,907,200 \| 1,252,992 \| "),
 }
 OTHERWISE = {"pipeline_overhead", "fold_on_links", "exchange_on_links", "published"}
-EVERY_DAY = {"fold_table", "simulator_speed", "message_order", "heartbeat_cost", "flush_period"}
+EVERY_DAY = {"fold_table", "micro simulator", "micro messages", "micro heartbeat", "flush_period"}
 ENGINES = ["ours", "torch", "torch_ours", "bare", "autograd"]
 
 
@@ -109,13 +107,14 @@ def each(names: Iterable[str]) -> list[Any]:
 def test_every_benchmark_that_a_document_names_is_run_here():
     pages = [*map(ROOT.joinpath, DOCUMENTS), *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
-    named = set(re.findall(r"\bbenchmarks\.(\w+)", text))
+    named = set(re.findall(r"\bbenchmarks\.(micro \w+|\w+)", text))
     assert named == {*ALONE, *ON_TWO_RANKS, *LAUNCHED, *OTHERWISE}
 
 
 def run(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command: ModuleType = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr(sys, "argv", [name, *words.split()])
+    module, *measure = name.split()
+    command: ModuleType = importlib.import_module(f"benchmarks.{module}")
+    monkeypatch.setattr(sys, "argv", [module, *measure, *words.split()])
     command.main()
 
 
@@ -281,8 +280,10 @@ def test_the_path_of_torchs_order_has_the_first_stages_whole_backward_in_its_w()
 def test_the_cost_of_recomputing_is_measured_in_time_and_bytes(
     capsys: pytest.CaptureFixture[str],
 ):
-    recompute_cost.measure(Size("tiny", 16, 4, 2))
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    from benchmarks.micro_training import Size, recompute
+
+    recompute((Size("tiny", 16, 4, 2),))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     held = {row[1]: int(row[4].removesuffix(" |")) for row in rows}
     assert list(held) == ["plain", "twice", "R", "torch", "selective"]
     assert held["plain"] == held["twice"] == held["R"]

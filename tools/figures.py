@@ -92,7 +92,7 @@ MEASURES: Mapping[str, Measure] = {
         "benchmarks.pipeline_overhead --microbatches 8 --engines ours --json {json}", _overhead
     ),
     "peers": Measure("benchmarks.peers --schedules 1f1b --repetitions 7 --json {json}", _peers),
-    "simulator": Measure("benchmarks.simulator_speed", _simulator),
+    "simulator": Measure("benchmarks.micro simulator", _simulator),
     "plan": Measure("benchmarks.plan_speed 13B-on-64 --json {json}", _plan),
     "simulate": Measure(
         "launcher mode=simulate costs=uniform pp=4 num_microbatches=8 hydra.run.dir={out}",

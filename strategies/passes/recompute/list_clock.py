@@ -3,7 +3,7 @@
 The simulator's model for programs without messages and updates: lists in order, a value arrives
 ``latency + occupancy`` after it is made. A move changes few times, so only what follows from it is
 computed again: 9 ms for a move there and back in the middle of 32 ranks x 64 microbatches, 60 for
-all lists (benchmarks/simulator_speed.py); a search makes thousands. What moves give is held
+all lists (benchmarks/micro.py); a search makes thousands. What moves give is held
 to ``compute_times``, which gives the first times, by tests.
 """
 

@@ -84,7 +84,7 @@ def lanes_of(placement: Placement, num_microbatches: int) -> Lanes:
 #
 # The same model as the simulator's (a message takes its latency and no more, sends are buffered),
 # without messages, reductions or optimizer steps, and for split backwards only: 1.5 ms instead of
-# 47 for 6,144 instructions as a program (benchmarks/simulator_speed.py), hundreds of
+# 47 for 6,144 instructions as a program (benchmarks/micro.py), hundreds of
 # times in a search. tests/strategies/schedules/search/test_lanes.py holds it to the simulator.
 
 _UNKNOWN = -1.0
