@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
 GOLDEN = Path(__file__).parent / "golden"
-collect_ignore = ["launcher/dashboard_definition.py"]  # A program with a dependency of its own.
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
 SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
 ON_A_GPU = re.compile(r"^pytestmark = .*\bmark\.gpu\b", re.MULTILINE)
