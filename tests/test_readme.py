@@ -62,4 +62,5 @@ def test_an_example_runs_as_it_is(block: str, tmp_path: Path) -> None:
     if "max_epochs=2" in block:
         assert "`max_epochs=2` reached" in done.stderr
     expected = re.findall(r"^print\(.*# ([\d.]+)", block, re.MULTILINE)
-    assert done.stdout.split() == expected if expected else True
+    printed = done.stdout.split()
+    assert [word for word in printed if re.fullmatch(r"[\d.]+", word)] == expected

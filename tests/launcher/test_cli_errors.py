@@ -103,7 +103,7 @@ REFUSED = [
     (["hydra/launcher=joblib"], "only hydra.run.dir"),
     (["hydra={run: {dir: x}}"], "only hydra.run.dir"),
     (["++hydra.run.dir=a"], "Try hydra.run.dir=my_folder."),
-    (["pp=a\nb", "seed=1"], ""),
+    (["pp=a\nb", "seed=1"], "pp=a\\nb: expected a whole number. Try pp=4."),
     (["hydra.mode=MULTIRUN"], "Try -m for a sweep."),
     (["hydra.searchpath=[/tmp]"], "Try --config-dir DIR."),
     (["hydra.run.dir=${nope}"], "'nope' not found"),
@@ -117,7 +117,7 @@ REFUSED = [
     (["-m", "pp=interval(1,2)"], "a sweep needs a list of values"),
     (["-m", "schedule=interval(1,2)"], "takes option names"),
     (["-m", "pp=range(1,100000)"], "at most", "1001 jobs"),
-    (["-m", "pp=range(1,9,0)"], ""),
+    (["-m", "pp=range(1,9,0)"], "this range() cannot be read. Try -m pp=4"),
     (["-m", "schedule=gpipe,1f1bb"], "Did you mean schedule=1f1b?"),
     (["-m", "pp=1,2,four"], "pp=four: expected a whole number"),
     (["-m", "hydra.sweep.dir=a,b"], "hydra.sweep.dir takes one folder"),
@@ -298,10 +298,6 @@ def test_another_python_than_the_installed_one_is_told_so(tmp_path: Path) -> Non
     assert (code, output) == (2, "")
     assert errors.startswith("error: foldpipe needs Python 3.11 or newer, and ")
     assert errors.count("\n") == 1
-
-
-def test_sixty_mistakes_are_tried() -> None:
-    assert len({words for words, _ in FIRST_HOUR}) == len(FIRST_HOUR) >= 60
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
@@ -537,13 +533,14 @@ def test_200_mutated_requests_end_in_a_run_or_in_one_message(tmp_path, monkeypat
     assert 100 < refused < 200
 
 
-def test_from_outside_a_wrong_request_ends_in_time_without_torch(tmp_path):
-    before = os.times()
-    done = run_outside(["schedle=1f1b"], tmp_path)
-    after = os.times()
-    assert sum(after[2:4]) - sum(before[2:4]) < 4  # of processes that have ended
+def test_from_outside_a_wrong_request_imports_no_torch_and_leaves_nothing(tmp_path):
+    done = run_outside(["schedle=1f1b"], tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    *times, message = done.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in times}
+    assert "launcher.config" in imported
+    assert not {"torch", "lightning", "numpy", "matplotlib", "wandb"} & imported
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: schedle is not a key. Did you mean schedule=1f1b?\n"
+    assert message == "error: schedle is not a key. Did you mean schedule=1f1b?"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -123,10 +123,6 @@ def test_a_hostile_file_runs_nothing(text, tmp_path, monkeypatch):
     run_here(words, tmp_path / "cwd", monkeypatch).assert_refused()
 
 
-def test_there_are_fifty_of_them():
-    assert len(WORDS) + len(FILES) >= 50
-
-
 def test_the_listener_would_see_them(tmp_path, monkeypatch):
     global _listening
     (tmp_path / "hostile_seen.py").write_text("")

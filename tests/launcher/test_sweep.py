@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -277,6 +278,13 @@ def test_no_process_pays_for_the_picture_before_it_is_drawn(tmp_path):
     imported = {line.rpartition("|")[2].strip() for line in done.errors.splitlines()}
     assert "launcher.report.html" in imported
     assert not {"matplotlib", "PIL", "torch", "launcher.report.sweep.files"} & imported
+    # Nor a sweep, before its jobs have ended.
+    code = "import sys, launcher.compose.multirun; print(*sys.modules)"
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, cwd=Path(__file__).parents[2]
+    )
+    assert "launcher.report.sweep.files" in loaded.split()
+    assert not {"matplotlib", "PIL", "torch"} & set(loaded.split())
 
 
 @pytest.mark.distributed

@@ -56,7 +56,9 @@ def test_a_picture_is_opened_only_where_that_is_asked_for(shown, monkeypatch):
 
 def test_a_training_that_fails_has_no_picture(shown):
     _, text = shown(code=2)
-    assert "3. The picture" not in text
+    assert "\n2. One of them" in text
+    assert "\n3. " not in text
+    assert "file:///" not in text
 
 
 @pytest.mark.parametrize(
