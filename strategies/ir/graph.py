@@ -104,7 +104,7 @@ class _Resolver:
             kind, stage = item.kind, item.stage
             if kind in MESSAGE_KINDS:
                 self._messages[kind, item.payload, stage, item.peer, item.microbatch] = number
-            elif item.microbatch is not None and kind not in EXCHANGE_KINDS:
+            elif item.microbatch is not None:
                 for part in item.parts:
                     assert part.microbatch is not None
                     self._made[part.kind, part.stage, part.microbatch] = number

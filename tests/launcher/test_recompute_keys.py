@@ -51,9 +51,17 @@ def test_one_loss_of_the_batch_leaves_the_order_to_nobody_else(tmp_path, monkeyp
     assert "loss_over=batch puts all forwards before the first backward" in done.errors
 
 
-def test_sums_in_16_bits_are_of_16_bit_weights(tmp_path, monkeypatch):
-    words = ["mode=validate", "overlap.sum_dtype=bf16", "trainer.precision=bf16-mixed"]
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "16-mixed"])
+def test_sums_in_16_bits_are_of_16_bit_weights(precision, tmp_path, monkeypatch):
+    words = ["mode=validate", "overlap.sum_dtype=bf16", f"trainer.precision={precision}"]
     done = run_here(words, tmp_path / "run", monkeypatch)
     done.assert_refused()
-    assert "overlap.sum_dtype=bf16 with trainer.precision=bf16-mixed" in done.errors
+    assert f"overlap.sum_dtype=bf16 with trainer.precision={precision}" in done.errors
     assert "Try trainer.precision=bf16-true, or overlap.sum_dtype=fp32." in done.errors
+    # What it offers is taken.
+    for index, words in enumerate(
+        (["overlap.sum_dtype=bf16", "trainer.precision=bf16-true"],
+         ["overlap.sum_dtype=fp32", "trainer.precision=bf16-mixed"])
+    ):  # fmt: skip
+        done = run_here(["mode=validate", *words], tmp_path / str(index), monkeypatch)
+        assert (done.code, done.errors, len(done.calls)) == (0, "", 1)
