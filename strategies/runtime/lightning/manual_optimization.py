@@ -295,13 +295,6 @@ class ManualOptimization:
         return self._strategy.engine.clip_some_by_norm(_parameters_of(optimizer), limit)
 
 
-def looks_after_backward(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return is_overridden("on_after_backward", module) or any(
-        is_overridden("on_after_backward", callback, pl.Callback) for callback in callbacks
-    )
-
-
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

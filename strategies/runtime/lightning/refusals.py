@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -262,16 +261,20 @@ class SharedGradScaler(torch.amp.GradScaler):
 # would put the gather into the open at every step, it does so only for callbacks and modules that
 # may read weights there.
 
-_BETWEEN = ("on_train_batch_end", "on_train_batch_start")
-
 
 class WholeWeights(pl.Callback):
     """Completes the weights before other hooks; of no cost where they are whole."""
 
     def __init__(
-        self, complete: Callable[[], None], *, watched: bool = False, late: bool = False
+        self,
+        complete: Callable[[], None],
+        readers: Callable[[], Sequence[str]],
+        *,
+        watched: bool = False,
+        late: bool = False,
     ) -> None:
         self._complete = complete
+        self._readers = readers  # names of hooks between two batches that may read weights
         self._late = late  # whether batches are under way then, whose updates come first
         self._watched = (
             watched  # whether hooks complete the weights themselves where they touch any
@@ -279,7 +282,7 @@ class WholeWeights(pl.Callback):
         self._each_batch = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        readers = [] if self._watched else weight_readers(trainer, pl_module)
+        readers = [] if self._watched else self._readers()
         self._each_batch = bool(readers)
         if readers:
             rank_zero_warn(
@@ -302,27 +305,3 @@ class WholeWeights(pl.Callback):
 
     on_train_epoch_start = on_train_epoch_end = on_train_end = _now
     on_sanity_check_start = on_validation_start = _now
-
-
-def weight_readers(
-    trainer: pl.Trainer, module: pl.LightningModule, *, more: Sequence[str] = ()
-) -> list[str]:
-    """Names of callbacks and modules whose hooks between two batches may read weights.
-
-    Lightning's own do not, those of others unless they say ``reads_weights = False``. ``more`` are
-    further hooks that count.
-    """
-    hooks = (*_BETWEEN, *more)
-    found = []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        known = type(callback).__module__.startswith("lightning.") or isinstance(
-            callback, WholeWeights
-        )
-        looks = any(is_overridden(hook, callback, pl.Callback) for hook in hooks)
-        if looks and not known and getattr(callback, "reads_weights", True):
-            found.append(type(callback).__name__)
-    if any(is_overridden(hook, module) for hook in hooks) and getattr(
-        module, "reads_weights", True
-    ):
-        found.append(type(module).__name__)
-    return found

@@ -43,6 +43,7 @@ from strategies.runtime.lightning.hooks.hook_state import (
     HookState,
 )
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
+from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
@@ -123,7 +124,8 @@ class SetupStrategy(UpdatingStrategy):
         self._orders = None
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, HookState) for callback in callbacks):
-            callbacks.insert(0, HookState(lambda: self.engine))
+            callbacks.insert(0, HookState(lambda: self.engine, lambda: self._overridden))
+        self._overridden = OverriddenHooks.agreed(trainer, module)
         if fitting and self._loop is not None:
             refuse_engine(self.engine)
             self._loop.listen()
@@ -184,6 +186,8 @@ class SetupStrategy(UpdatingStrategy):
                 {
                     "precision": self.precision_plugin.precision,
                     "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                    "gradient_clip_val": trainer.gradient_clip_val,
+                    "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
                 }
             )
             | fingerprint.weights_print(module),
@@ -304,7 +308,7 @@ class SetupStrategy(UpdatingStrategy):
         self._alike = alike(everybody().everyone(rates(self.optimizers)))
         self.engine.updated_by(self.optimizers)
         self._main_optimizers = []
-        self._check_groups(saves=bool(trainer.checkpoint_callbacks))
+        self._check_groups(saves=bool(self._overridden.saves))
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
         self._main_optimizers = [
@@ -319,11 +323,19 @@ class SetupStrategy(UpdatingStrategy):
         late, watched = self._loop is not None, self._hooks is not None
         shown = mains.sharded or (late and not watched)
         if shown and not any(isinstance(c, WholeWeights) for c in callbacks):
-            callbacks.insert(0, WholeWeights(self._show_weights, watched=watched, late=late))
-        if self._asks_early(trainer):
+            callbacks.insert(
+                0,
+                WholeWeights(
+                    self._show_weights,
+                    lambda: self._overridden.weights,
+                    watched=watched,
+                    late=late,
+                ),
+            )
+        if self._asks_early():
             limit = trainer.gradient_clip_val if self._clips_by_norm else None
             self.engine.ask_early(None if limit is None else float(limit))
-        self._unchanged = self._leaves_gradients(trainer)
+        self._unchanged = self._leaves_gradients()
         self._late = self._goes_on_late(trainer)
         if self._late and not any(isinstance(c, ConfirmedWeights) for c in callbacks):
             callbacks.insert(0, ConfirmedWeights(lambda: self.engine.complete()))

@@ -21,11 +21,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -287,19 +285,6 @@ def _same(first: Any, second: Any) -> bool:
         both = isinstance(first, Tensor) and isinstance(second, Tensor)
         return both and torch.equal(first, second)
     return bool(first == second)
-
-
-def changes_gradients(trainer: Any, module: Any) -> bool:
-    """Whether somebody may change gradients between a backward and its update."""
-    hooks = ("on_after_backward", "on_before_optimizer_step")
-    if is_overridden("configure_gradient_clipping", module):
-        return True
-    return any(
-        is_overridden(hook, owner, pl.Callback if owner is not module else None)
-        for owner in (*trainer.callbacks, module)
-        if getattr(owner, "reads_weights", True)
-        for hook in hooks
-    )
 
 
 def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None:

@@ -19,18 +19,14 @@ from strategies.heartbeat import Heartbeat
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpoints.checkpointing_strategy import CheckpointingStrategy
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
-from strategies.runtime.lightning.manual_optimization import (
-    ManualOptimization,
-    looks_after_backward,
-)
-from strategies.runtime.lightning.refusals import (
-    SharedGradScaler,
+from strategies.runtime.lightning.hooks.overridden_hooks import (
+    OverriddenHooks,
+    gradient_hooks,
     weight_readers,
 )
-from strategies.runtime.lightning.stream_loop import (
-    StreamLoop,
-    changes_gradients,
-)
+from strategies.runtime.lightning.manual_optimization import ManualOptimization
+from strategies.runtime.lightning.refusals import SharedGradScaler
+from strategies.runtime.lightning.stream_loop import StreamLoop
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_optimizer import (
@@ -76,10 +72,7 @@ class ConfirmedWeights(pl.Callback):
 
 
 def why_it_waits(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> str:
-    """Why updates wait for their verdict; empty where they need not.
-
-    The same on all ranks: it looks at classes and configuration alone.
-    """
+    """Why updates wait for their verdict on this rank; empty where they need not."""
     if not module.automatic_optimization:
         return "the module optimizes by hand"
     if trainer.gradient_clip_algorithm not in (None, "norm") and trainer.gradient_clip_val:
@@ -102,24 +95,6 @@ def why_it_waits(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Opt
     if readers:
         return f"{', '.join(readers)} may look at weights between two steps"
     return _hooked(module)
-
-
-def gradient_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Names of whoever may change gradients between the flush and the update."""
-    if not module.automatic_optimization:
-        return [type(module).__name__]
-    hooks = ("on_after_backward", "on_before_optimizer_step")
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    found = [
-        type(callback).__name__
-        for callback in callbacks
-        if type(callback).__module__.partition(".")[0] not in ("strategies", "launcher")
-        and any(is_overridden(hook, callback, pl.Callback) for hook in hooks)
-    ]
-    own = (*hooks, "configure_gradient_clipping", "optimizer_step")
-    if any(is_overridden(hook, module) for hook in own):
-        found.append(type(module).__name__)
-    return found
 
 
 def _hooked(module: nn.Module) -> str:
@@ -155,6 +130,7 @@ class UpdatingStrategy(CheckpointingStrategy):
         self._unchanged = False  # whether gradients are clipped as the flush has left them
         self._left_by_hooks: list[Finding] = []  # of gradients, on all ranks
         self._own_backward: OwnBackward | None = None
+        self._overridden = OverriddenHooks()
 
     def _away(self) -> AbstractContextManager[None]:
         """Around the pipeline's own work, which people's hooks may have called."""
@@ -174,23 +150,22 @@ class UpdatingStrategy(CheckpointingStrategy):
             return False  # Nobody waits for anything.
         if len(self.optimizers) != 1:
             return False
-        why_not = why_it_waits(trainer, module, self.optimizers[0])
+        own = why_it_waits(trainer, module, self.optimizers[0])
+        why_not = next(filter(None, everybody().everyone(own)), "")
         if asked is True and why_not:
             rank_zero_warn(f"post_validation=true: ranks wait at the flush, because {why_not}.")
         return not why_not and (asked is True or self.engine.gains_at_flush)
 
-    def _asks_early(self, trainer: pl.Trainer) -> bool:
+    def _asks_early(self) -> bool:
         """Whether, without a flush, ranks agree on an update while they run later microbatches."""
         if self.engine.stream is None or not (self._looks or self._clips_by_norm):
             return False
         together = self._plan.schedule != "pipedream" or self._plan.vertical_sync
-        return together and not changes_gradients(trainer, self.lightning_module)
+        return together and not self._overridden.clipped
 
-    def _leaves_gradients(self, trainer: pl.Trainer) -> bool:
+    def _leaves_gradients(self) -> bool:
         """Whether nothing changes gradients between the flush and the clipping."""
-        module = self.lightning_module
-        assert module is not None
-        hooked = self.looks_after_backward or changes_gradients(trainer, module)
+        hooked = self.looks_after_backward or self._overridden.clipped
         return not hooked and self._scaler is None
 
     @property
@@ -216,9 +191,8 @@ class UpdatingStrategy(CheckpointingStrategy):
 
     @property
     def looks_after_backward(self) -> bool:
-        """Whether somebody may read gradients behind a backward."""
-        assert self.lightning_module is not None
-        return looks_after_backward(self._trainer, self.lightning_module)
+        """Whether a hook of some rank may read gradients behind a backward."""
+        return bool(self._overridden.backward)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -281,7 +255,7 @@ class UpdatingStrategy(CheckpointingStrategy):
         """Lightning's hooks between backward and update, and a look at what they have left."""
         plugin: Any = self.precision_plugin
         type(plugin)._after_closure(plugin, model, optimizer)
-        if not self._looks or self._late or not gradient_hooks(self._trainer, model):
+        if not self._looks or self._late or not self._overridden.gradients:
             return
         scaler = self._scaler
         if isinstance(scaler, SharedGradScaler) and bool(scaler.overflowed):

@@ -14,58 +14,35 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchmetrics import Metric
 
 from strategies.errors import DataError
 from strategies.models.logs import Replicas, share_metrics
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 
 ALIKE: Any = object()
 """A ``sync_dist_group``: all ranks have the same value already."""
 EPOCH: Any = object()
 """A ``sync_dist_group``: the value of a batch is a replica's, the value of an epoch that of all."""
 
-_BETWEEN: dict[Mode, tuple[str, ...]] = {
-    "train": (
-        "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward",
-        "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step", "lr_scheduler_step",
-        "configure_gradient_clipping",
-    ),
-    "validate": ("on_validation_batch_start", "on_validation_batch_end"),
-    "test": ("on_test_batch_start", "on_test_batch_end"),
-    "predict": ("on_predict_batch_start", "on_predict_batch_end"),
-}  # fmt: skip
-
 
 class HookState(pl.Callback):
     """Mirrors what steps have left before hooks look at it; of no cost where they left nothing."""
 
-    def __init__(self, engine: Callable[[], Engine]) -> None:
+    def __init__(
+        self, engine: Callable[[], Engine], overridden: Callable[[], OverriddenHooks]
+    ) -> None:
         self._engine = engine
+        self._overridden = overridden
 
     def _begins(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Before the first batch: who looks, and with whom metrics are computed."""
+        """Before the first batch: which hooks look, and with whom metrics are computed."""
         engine = self._engine()
-        found: Iterable[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = [c for c in found if not type(c).__module__.startswith("lightning.")]
-        callbacks = [c for c in callbacks if type(c).__module__.partition(".")[0] != "strategies"]
-        reads: set[Mode] = set()
-        carries: set[Mode] = set()
-        for mode, hooks in _BETWEEN.items():
-            overridden = {
-                hook
-                for hook in hooks
-                if is_overridden(hook, pl_module)
-                or any(is_overridden(hook, c, pl.Callback) for c in callbacks if _has(hook))
-            }
-            if overridden:
-                reads.add(mode)
-            if mode != "predict" and any(hook.endswith("_batch_end") for hook in overridden):
-                carries.add(mode)
-        engine.mirrored = frozenset(reads)
-        engine.whole.carried = frozenset(carries)
+        overridden = self._overridden()
+        engine.mirrored = frozenset(overridden.reads)
+        engine.whole.carried = frozenset(overridden.carries)
         where = engine.coordinates
         if engine.whole.replicas.group is None:
             replicas = engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
@@ -93,10 +70,6 @@ class HookState(pl.Callback):
     on_fit_start = on_train_epoch_start = on_validation_epoch_start = _begins
     on_test_epoch_start = on_predict_epoch_start = _begins
     on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _ends
-
-
-def _has(hook: str) -> bool:
-    return hasattr(pl.Callback, hook)
 
 
 def repeat_logs(

@@ -6,8 +6,8 @@ from torch import nn
 
 from strategies.errors import ModelError, PlanError
 from strategies.plan import Plan
+from strategies.runtime.lightning.hooks.overridden_hooks import clipped_hooks
 from strategies.runtime.lightning.stream_loop import (
-    changes_gradients,
     refuse_statistics,
     refuse_stream,
 )
@@ -63,5 +63,5 @@ class Noise(Callback):
 def test_ranks_agree_early_where_nobody_changes_gradients_meanwhile():
     import lightning.pytorch as pl
 
-    assert not changes_gradients(trainer_of(Callback()), pl.LightningModule())
-    assert changes_gradients(trainer_of(Noise()), pl.LightningModule())
+    assert not clipped_hooks(trainer_of(Callback()), pl.LightningModule())
+    assert clipped_hooks(trainer_of(Noise()), pl.LightningModule()) == ["Noise"]
