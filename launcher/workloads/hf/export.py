@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,8 +24,9 @@ from launcher.workloads.hf.stored import SINGLE
 from launcher.workloads.hf.weights import as_stored
 from launcher.workloads.model_share import ModelShape
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape
-from strategies.errors import CheckpointError, RunError
+from strategies.errors import CheckpointError
 from strategies.runtime.lightning.checkpoints.rank_folder import load_state_dict
+from strategies.runtime.lightning.checkpoints.stock_file import unwritten_export
 
 
 def export_checkpoint(checkpoint: Path, shape: ModelShape, target: Path) -> None:
@@ -87,11 +89,8 @@ def write_folder(
             _sync(file)
         os.rename(staging, target)
         _sync(target.parent)
-    except OSError as error:
-        raise RunError(
-            f"export.path={target} cannot be written: {error.strerror or error}. "
-            "Try another export.path."
-        ) from None
+    except (OSError, SafetensorError) as error:
+        raise unwritten_export(error, target) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

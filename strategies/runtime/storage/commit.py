@@ -8,11 +8,13 @@ the new one is complete, and goes when that is in its place.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import shutil
 import threading
 import weakref
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,6 +35,8 @@ from strategies.runtime.storage.tensor_files import (
     write_durably,
     write_index,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,30 @@ def _describe(problem: Exception | None, job: Job) -> str | None:
         needs = 0
         if isinstance(job.part, Part):
             needs = sum(piece.num_bytes for piece in job.part.pieces.values())
-        free = shutil.disk_usage(_existing(job.path)).free
         return (
-            f"{problem.strerror or problem}; this rank has {needs:,} bytes to write, and {free:,} "
-            "bytes are free there"
+            f"{_said(problem, job.path)}; this rank has {needs:,} bytes to write, and "
+            f"{free_bytes(job.path):,} bytes are free there"
         )
     return f"{type(problem).__name__}: {problem}"
+
+
+def _said(problem: OSError, path: Path) -> str:
+    """The system's words, with the file that they are about where it is not the checkpoint's."""
+    said = problem.strerror or str(problem)
+    file = problem.filename
+    staging = path.with_name(path.name + UNFINISHED)
+    known = not isinstance(file, str | Path) or Path(file).is_relative_to(staging)
+    return said if known or Path(file) == path else f"{said}: {file}"
+
+
+def tell_unwritten(problem: OSError, path: Path) -> str:
+    """Why a file cannot be written, with the bytes that are free there."""
+    return f"{_said(problem, path)} ({free_bytes(path):,} bytes are free there)"
+
+
+def free_bytes(path: Path) -> int:
+    """On the file system where a file is to be."""
+    return shutil.disk_usage(_existing(path)).free
 
 
 def _fail(job: Job, problem: Exception | None, rank: int, said: str) -> None:
@@ -116,16 +138,48 @@ def _existing(path: Path) -> Path:
 
 
 def _prepare(staging: Path, path: Path) -> None:
-    there = path.exists() or path.is_symlink()
-    if there and not (path / MANIFEST).is_file() and not _is_empty_folder(path):
-        raise CheckpointError(f"{path} exists and is no checkpoint, so it is not replaced")
+    require_replaceable(path)
     for left in (staging, path.with_name(path.name + OLD + UNFINISHED)):
         shutil.rmtree(left, ignore_errors=True)
     staging.mkdir(parents=True)
 
 
+def require_replaceable(path: Path) -> None:
+    """Refuses to replace what is no checkpoint: neither a folder of ours nor a file of torch's.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    there = path.exists() or path.is_symlink()
+    known = _is_checkpoint(path) or _is_empty_folder(path)
+    if there and not known:
+        raise CheckpointError(f"{path} exists and is no checkpoint, so it is not replaced")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or (path.is_file() and zipfile.is_zipfile(path))
+
+
 def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
+
+
+def put_in_place(staging: Path, path: Path) -> None:
+    """Gives a new checkpoint, a file or a folder, its name; the one that has it steps aside.
+
+    At every moment a whole checkpoint has the name, or the one with ``OLD`` behind it. A file that
+    replaces a file needs no step.
+    """
+    aside = path.with_name(path.name + OLD)
+    if path.is_dir() and not path.is_symlink() and _is_empty_folder(path):
+        path.rmdir()
+    elif _is_checkpoint(path) and (path.is_dir() or staging.is_dir()):
+        remove(aside)
+        os.rename(path, aside)
+    os.replace(staging, path)
+    sync_folder(path.parent)
+    with suppress(OSError):  # the new one is there, whatever becomes of the old one
+        remove(aside)
 
 
 def _write_part(job: Job, staging: Path, rank: int) -> dict[str, Any]:
@@ -181,14 +235,19 @@ def _commit(job: Job, staging: Path, written: list[Any]) -> None:
     }
     write_durably(staging / MANIFEST, [seal(content).encode()])
     sync_folder(staging)
-    aside = job.path.with_name(job.path.name + OLD)
-    if (job.path / MANIFEST).is_file():
-        remove(aside)
-        os.rename(job.path, aside)
-    os.rename(staging, job.path)
-    sync_folder(job.path.parent)
-    with suppress(OSError):  # the new one is there, whatever becomes of the old one
-        remove(aside)
+    put_in_place(staging, job.path)
+
+
+def remove_old(path: Path) -> None:
+    """Deletes a checkpoint that is no longer needed; one that cannot be deleted stays."""
+    try:
+        remove(path)
+    except OSError as error:
+        _log.warning(
+            "%s cannot be deleted: %s. Training goes on; delete it by hand.",
+            path,
+            error.strerror or error,
+        )
 
 
 def remove(path: Path) -> None:
@@ -277,18 +336,18 @@ class Saver:
             doomed, self._doomed = self._doomed, []
             self._path = None
         for path in doomed:
-            remove(path)
+            remove_old(path)
 
     def remove(self, path: Path) -> None:
         """Deletes a checkpoint, once the one that is being written is committed; not collective.
 
-        If that fails, the old one stays.
+        If either fails, the old one stays.
         """
         with self._lock:
             if self._path is not None or self._problem is not None:
                 self._doomed.append(path)
                 return
-        remove(path)
+        remove_old(path)
 
     def check(self) -> None:
         """Raises what has gone wrong since the last call; waits for nothing."""

@@ -12,12 +12,14 @@ import argparse
 import collections
 import importlib
 import importlib.util
+import io
 import os
 import pathlib
 import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,10 +37,15 @@ from strategies.models.state import kept_generators
 from strategies.runtime.lightning.checkpoints.whole_state import bring_together
 from strategies.runtime.lightning.data_order import is_order
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.storage.commit import remove
+from strategies.runtime.storage.commit import (
+    free_bytes,
+    put_in_place,
+    remove,
+    require_replaceable,
+    tell_unwritten,
+)
 from strategies.runtime.storage.opened import Opened, strange_key
 from strategies.runtime.storage.part import Piece
-from strategies.runtime.storage.tensor_files import sync_folder
 
 OWN = "foldpipe"  # the key of what is ours
 RANDOM = "foldpipe_random_state"
@@ -83,10 +91,14 @@ def write(
     problem: str | None = None
     if exchange.rank == 0:
         try:
+            if path.is_dir():
+                require_replaceable(path)
             _write_durably(_joined(checkpoint, found, orders, names), path)
-        except (OSError, CheckpointError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = tell_unwritten(error, path)
+        except Exception as error:  # Objects in it may raise anything, and other ranks wait.
             problem = f"something in it cannot be pickled: {error}"
     problem = exchange.first_says(problem)
     if problem is not None:
@@ -247,17 +259,49 @@ def _write_durably(checkpoint: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(path.name + UNFINISHED)
     try:
-        with staging.open("wb") as stream:
-            torch.save(dict(checkpoint), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if (path / MANIFEST).is_file():
-            remove(path)  # a folder cannot be replaced by a file
-        os.replace(staging, path)
+        _save(checkpoint, staging)
+        put_in_place(staging, path)
     except BaseException:
-        staging.unlink(missing_ok=True)
+        with suppress(OSError):
+            remove(staging)
         raise
-    sync_folder(path.parent)
+
+
+def _save(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """``torch.save`` into a file, synced.
+
+    Raises:
+        OSError: It cannot be written. Torch itself raises a RuntimeError that names no cause.
+    """
+    with path.open("wb", buffering=0) as stream:
+        lasting = _Watched(stream)
+        try:
+            torch.save(dict(checkpoint), lasting)
+        except Exception as error:
+            raise (lasting.problem or error) from None
+        os.fsync(stream.fileno())
+
+
+class _Watched:
+    """A file that keeps the first error of a write."""
+
+    def __init__(self, stream: io.FileIO) -> None:
+        self._stream = stream
+        self.problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        try:
+            while written < len(view):
+                written += self._stream.write(view[written:]) or 0
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
+        return written
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -380,15 +424,22 @@ def export_file(path: Path, target: Path, kind: Literal["safetensors", "ckpt"]) 
         else:
             rest = ("callbacks", "lr_schedulers", "optimizer_states", OWN, RANDOM)
             kept = {name: value for name, value in found.items() if name not in rest}
-            torch.save(_without_loaders(kept)[0], staging)
+            _save(_without_loaders(kept)[0], staging)
         os.link(staging, target)  # unlike a rename, this replaces nothing
-    except OSError as error:
-        raise RunError(
-            f"export.path={target} cannot be written: {error.strerror or error}. "
-            "Try another export.path."
-        ) from None
+    except (OSError, SafetensorError) as error:
+        raise unwritten_export(error, target) from None
     finally:
-        staging.unlink(missing_ok=True)
+        with suppress(OSError):
+            staging.unlink(missing_ok=True)
+
+
+def unwritten_export(error: OSError | SafetensorError, target: Path) -> RunError:
+    """What ``mode=export`` says of a target that cannot be written."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return RunError(
+        f"export.path={target} cannot be written: {said or error} ({free_bytes(target):,} bytes "
+        "are free there). Try another export.path."
+    )
 
 
 def with_configs(checkpoint: dict[str, Any]) -> dict[str, Any]:
