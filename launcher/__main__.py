@@ -59,7 +59,7 @@ from launcher.config.check_code import own_code
 from launcher.config.decode import brings_own
 from launcher.config.key import shorten
 from launcher.processes import torchrun
-from launcher.processes.failure import as_full_disk
+from launcher.processes.failure import explained
 from launcher.processes.watchdog import fork_under_guard
 from launcher.report.result import REPORT
 from launcher.secrets import MaskedStream
@@ -137,12 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments is None:
             _end(130)
         return 130
-    except OSError as error:
-        full = as_full_disk(error)
-        if full is None:
+    except Exception as error:
+        known = explained(error)
+        if known is None:
             raise  # a defect
-        say_error(full)
-        return full.exit_code
+        say_error(known)
+        return known.exit_code
     finally:
         os.umask(umask)
         sys.stdout, sys.stderr = streams

@@ -98,7 +98,26 @@ def readable(text: str) -> str:
     >>> readable("a\x1b[2Jb")
     'a\\x1b[2Jb'
     """
-    return _OBEYED.sub(written, text)
+    return _OBEYED.sub(written, without_stack(text))
+
+
+# Torch puts the stack of its own C++ code behind what it says.
+_STACK = re.compile(
+    r"^[ \t]*(?:Exception raised from .*|C\+\+ CapturedTraceback:|(?:frame )?#\d+[: ].*)(?:\n|\Z)",
+    re.MULTILINE,
+)
+
+
+def without_stack(text: str) -> str:
+    r"""A message of torch as far as it says something.
+
+    >>> without_stack("recv: closed\nException raised from a.cpp:1 (most recent call first):\n"
+    ...               "frame #0: c10::Error + 0x9 (0x7f in libc10.so)\nframe #1: main\nnext")
+    'recv: closed\nnext'
+    """
+    if "Exception raised from " not in text and "C++ CapturedTraceback:" not in text:
+        return text
+    return _STACK.sub("", text).rstrip("\n")
 
 
 def written(found: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ from launcher.config.derived import asked_schedule
 from launcher.config.key import shorten
 from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
-from launcher.processes.failure import RankFailedError, as_full_disk
+from launcher.processes.failure import RankFailedError, explained
 from launcher.processes.local import Listener, LocalRanks, rank_environment, take_outcome
 from launcher.processes.nodes import check_variables
 from launcher.processes.preempted import INTERRUPTED, PreemptedError, PrunedError, Restarts
@@ -327,7 +327,7 @@ def failure_recorded(result: Path, common: Mapping[str, object]) -> Iterator[Non
         _leave_result(result, {**common, **failed})
         raise
     except OSError as error:
-        full = as_full_disk(error, result.parent)
+        full = explained(error, result.parent)
         _leave_result(result, {**common, "status": "failed", "error": str(full or error)})
         raise
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
 from launcher.config import LaunchConfig
 from launcher.config.key import require_name, shorten
-from launcher.processes.failure import as_full_disk, as_in_the_way, free_bytes
+from launcher.processes.failure import as_in_the_way, explained, free_bytes
 from launcher.processes.preempted import PRUNED
 from launcher.secrets import mask
 from launcher.terminal import complain, say, say_error, shortened
@@ -304,4 +304,4 @@ class JobTask:
 
 
 def _unwritten(error: BaseException, folder: Path) -> RunError | None:
-    return as_full_disk(error, folder) or as_in_the_way(error, folder)
+    return explained(error, folder) or as_in_the_way(error, folder)

@@ -20,7 +20,7 @@ from launcher.checkpoints import hold
 from launcher.compose.execute import Command, JobTask, RunFolder, into_folder
 from launcher.compose.session import CONFIG_NAME
 from launcher.config import LaunchConfig
-from launcher.processes.failure import as_full_disk
+from launcher.processes.failure import explained
 from launcher.report.sweep.sweep_jobs import Stamps, asked_figures, file_stamps
 from launcher.secrets import MaskedStream
 from launcher.terminal import LastingStream
@@ -97,7 +97,7 @@ class JobStarter:
         except KeyboardInterrupt:
             task.error = task.error or "interrupted"
         except OSError as error:  # Hydra's own files: one job that has no room, not the end of all
-            full = as_full_disk(error, self.folder)
+            full = explained(error, self.folder)
             if full is None:
                 raise
             task.code, task.error = full.exit_code, str(full)

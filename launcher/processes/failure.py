@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.secrets import mask
 from launcher.terminal import shortened
-from strategies.errors import PipelineError, RunError
+from strategies.errors import PipelineError, RunError, without_stack
 from strategies.heartbeat import Beat
 from strategies.small_file import read_json
 
@@ -88,13 +88,20 @@ def failure_file(run_dir: Path, rank: int) -> Path:
 def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
     """Called by a failing rank; returns the exit code to end with."""
     failure = raised(rank, error)
-    failure_file(run_dir, rank).write_text(json.dumps(asdict(failure)))
+    file, text = failure_file(run_dir, rank), json.dumps(asdict(failure))
+    try:
+        file.write_text(text)
+    except OSError as full:
+        if full.errno != errno.EMFILE:
+            raise
+        os.close(0)  # A rank reads nothing there, and ends now.
+        file.write_text(text)
     return failure.exit_code
 
 
 def raised(rank: int, error: BaseException) -> Failure:
     """What an exception makes of a rank; somebody's text is cut, and has no secret in it."""
-    said = str(error) or traceback.format_exception_only(error)[-1].strip()
+    said = without_stack(str(error)) or traceback.format_exception_only(error)[-1].strip()
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -178,16 +185,19 @@ def timed_out_earlier(failure: Failure) -> bool:
 
 
 def describe(failure: Failure, log: Path) -> str:
+    doing = f"\nIt was {failure.doing}." if failure.doing else ""
+    said = (
+        f"rank {failure.rank} on {failure.host} failed first: {failure.kind}: {failure.message}"
+        f"{doing}\nIts log {log}"
+    )
+    if failure.kind in (LimitError.__name__, OutOfMemoryError.__name__):
+        return f"{said} has the traceback."  # which says no more than the message
     try:
-        lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        lines = without_stack(log.read_text(errors="replace")).splitlines()[-_TAIL_LINES:]
     except OSError:
         lines = []
     tail = "".join(f"\n  | {shortened(line, _MOST_LINE)}" for line in lines)
-    doing = f"\nIt was {failure.doing}." if failure.doing else ""
-    return (
-        f"rank {failure.rank} on {failure.host} failed first: {failure.kind}: {failure.message}"
-        f"{doing}\nIts log {log} ends with:{tail or ' nothing'}"
-    )
+    return f"{said} ends with:{tail or ' nothing'}"
 
 
 # Which of several failing ranks is the cause, where the cause may be one that has not failed.
@@ -225,12 +235,59 @@ def blame(
     return Failure(culprit, socket.gethostname(), first.at, "no progress", message, 1)
 
 
+def explained(error: BaseException, run_dir: Path | None = None) -> RunError | None:
+    """The same failure, naming what the machine lacks or limits; None if it is another one.
+
+    ``run_dir``: None where there is no run yet, or none alone.
+    """
+    return as_limit(error) or as_out_of_memory(error) or as_full_disk(error, run_dir)
+
+
+# Limits of the system besides memory and disk.
+
+
+class LimitError(RunError):
+    """What the machine has not, or does not allow: files, processes, room on a disk."""
+
+
+def as_limit(error: BaseException) -> LimitError | None:
+    """What ran into a limit of open files or processes, or found no /proc; None of all else."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error)
+    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return LimitError(
+            f"too many open files: a process may have {soft:,} here. Run `ulimit -n "
+            f"{hard if soft < hard else 65_536}` in this shell first"
+            f"{'' if soft < hard else ', as root'}, or use fewer ranks or data.num_workers=0."
+        )
+    if number == errno.EAGAIN or "can't start new thread" in text or _NO_THREAD.search(text):
+        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        most = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        return LimitError(
+            f"no further process or thread can be started: `ulimit -u` says {most} for this user, "
+            "and a container may allow fewer (docker run --pids-limit). Raise it, end other "
+            "processes, or use fewer ranks, OMP_NUM_THREADS=1 or data.num_workers=0."
+        )
+    file = error.filename if isinstance(error, OSError) else None
+    if isinstance(file, str) and file.startswith("/proc/") and not Path("/proc/self").exists():
+        return LimitError(
+            f"{file} is not there: processes and free memory are read from /proc, which is not "
+            "mounted here. Run `mount -t proc proc /proc` as root, in the chroot or container."
+        )
+    return None
+
+
+_NO_THREAD = re.compile("pthread_create|thread.*Resource temporarily unavailable")
+
+
 # Memory that has run out: in a rank that can still say so, or in one that was killed for it.
 
 _VMSTAT = Path("/proc/vmstat")
 # Allocators of torch on the host and on GPUs, and of everything else in C++.
 _WORDS = re.compile(
-    r"can't allocate memory|out of memory|bad_alloc|Cannot allocate memory|bad_array_new_length"
+    r"can't allocate memory|out of memory|bad_alloc|[Cc]annot allocate memory|bad_array_new_length"
+    r"|failed to map segment"  # of a library that is being loaded
 )
 
 
@@ -243,14 +300,15 @@ def as_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
     if not (isinstance(error, MemoryError) or _WORDS.search(str(error))):
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    limited = (
-        "" if limit == resource.RLIM_INFINITY else f"; address space is limited to {_gb(limit)}"
-    )
+    limited, remedy = "", "Try"
+    if limit != resource.RLIM_INFINITY:
+        limited = f"; address space is limited to {_gb(limit)}"
+        remedy = "Run `ulimit -v unlimited` in this shell first, or try"
     said = " ".join(str(error).split("\n")[0].split())
     return OutOfMemoryError(
         f"out of memory: {said or type(error).__name__}. At most {_gb(peak_bytes())} were resident "
-        f"in this rank{limited}. Try a smaller data.microbatch_size or recompute=full; "
-        "mode=validate estimates the memory of each rank."
+        f"in this process{limited}. {remedy} a smaller data.microbatch_size or "
+        "recompute=full; mode=validate estimates the memory of each rank."
     )
 
 
@@ -258,10 +316,11 @@ def as_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.EIO})
 _SHARED_MEMORY = Path("/dev/shm")
+_SAID = ("No space left on device", "Read-only file system", "Permission denied")
 _ROOM_BYTES = 1 << 26  # where so much is free, nothing small fails for lack of room
 
 
-def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError | None:
+def as_full_disk(error: BaseException, run_dir: Path | None = None) -> LimitError | None:
     """The same failure with path and free bytes; None if it is another one.
 
     ``run_dir``: None where there is no run yet, or none alone.
@@ -269,29 +328,38 @@ def as_full_disk(error: BaseException, run_dir: Path | None = None) -> RunError 
     text = str(error)
     shared = "torch_" in text or str(_SHARED_MEMORY) in text
     shared |= isinstance(error, OSError) and not error.filename and _between_processes(error)
-    if (shared and "No space left" in text) or (isinstance(error, RuntimeError) and "shm" in text):
-        return RunError(
-            f"{_SHARED_MEMORY} is full ({free_bytes(_SHARED_MEMORY):,} bytes free): loader "
-            "processes hand their batches over through it. Try data.num_workers=0, or a larger one "
-            "(docker run --shm-size=1g)."
+    torch_shared = isinstance(error, RuntimeError) and "shm" in text
+    said = next((words for words in _SAID if words in text), _SAID[0] if torch_shared else None)
+    if said is not None and (shared or torch_shared):
+        full = said == _SAID[0]
+        what = "is full" if full else f"cannot be written: {said}"
+        way_out = (
+            "a larger one (docker run --shm-size=1g)"
+            if full
+            else "make it writable (mount -o remount,rw,mode=1777 /dev/shm)"
+        )
+        return LimitError(
+            f"{_SHARED_MEMORY} {what} ({free_bytes(_SHARED_MEMORY):,} bytes free): loader "
+            "processes hand their batches over through it. Try data.num_workers=0, or "
+            f"{way_out}."
         )
     if not isinstance(error, OSError) or error.errno not in _DISK:
         return None
     if run_dir is not None and not run_dir.is_dir():
-        return RunError(f"the run folder {run_dir} is gone: somebody has deleted it meanwhile.")
+        return LimitError(f"the run folder {run_dir} is gone: somebody has deleted it meanwhile.")
     folder = Path.cwd() if run_dir is None else run_dir
     path = Path(os.fsdecode(error.filename)) if error.filename else folder
     there = next((each for each in path.absolute().parents if each.is_dir()), folder)
     free = free_bytes(folder)
     if error.errno == errno.ENOSPC and not error.filename and free > _ROOM_BYTES:
-        return RunError(
+        return LimitError(
             f"{os.strerror(error.errno)}: somewhere else than in {folder}, where {free:,} bytes "
             "are free, and nobody has said where. The log shows who was writing."
         )
     kept = run_dir is not None and any(run_dir.glob("checkpoints/*"))
     on = "; trainer.resume=auto goes on from the newest whole checkpoint" if kept else ""
     ours = path.absolute().is_relative_to(folder)
-    return RunError(
+    return LimitError(
         f"{path} cannot be written: {os.strerror(error.errno or 0)} ({free_bytes(there):,} bytes "
         f"are free in {there}). Free some, or try another "
         f"{'hydra.run.dir' if ours else 'place for it'}{on}."

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.processes.failure import as_full_disk, as_out_of_memory, write_failure
+from launcher.processes.failure import explained, write_failure
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
 from launcher.processes.watchdog import own_heartbeat
 from launcher.secrets import MaskedStream
@@ -62,7 +62,7 @@ def run_rank(run_dir: Path) -> int:
         return write_failure(run_dir, rank, error)
     except BaseException as error:
         traceback.print_exc()
-        known = as_out_of_memory(error) or as_full_disk(error, run_dir)
+        known = explained(error, run_dir)
         return write_failure(run_dir, rank, known or error)
     return 0
 

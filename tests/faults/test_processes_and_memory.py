@@ -87,9 +87,10 @@ def _exhaust(cwd: Path, rank: int) -> float:
     assert done.code == 1
     pattern = (
         rf"error: rank {rank} on {re.escape(HOST)} failed first: OutOfMemoryError: out of memory: "
-        r".+\. At most \d+\.\d\d GB were resident in this rank; address space is limited to "
-        r"\d+\.\d\d GB\. Try a smaller data\.microbatch_size or recompute=full; mode=validate "
-        r"estimates the memory of each rank\.\n"
+        r".+\. At most \d+\.\d\d GB were resident in this process; address space is limited to "
+        r"\d+\.\d\d GB\. Run `ulimit -v unlimited` in this shell first, or try a smaller "
+        r"data\.microbatch_size or recompute=full; mode=validate estimates the memory of each "
+        r"rank\.\n"
     )
     assert re.match(pattern, done.errors), done.errors
     return took

@@ -27,7 +27,7 @@ from strategies.models.state import Generators
 from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_experts
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus, uuid_of
+from strategies.runtime.messages.joining import connecting, gpu_backend, join, ranks_gpus, uuid_of
 from strategies.runtime.messages.mesh import (
     Communicators,
     Coordinates,
@@ -200,7 +200,7 @@ class RanksStrategy(ParallelStrategy):
                 # The default group serves Lightning's own object broadcasts; ours are made from it.
                 backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
                 timeout = timedelta(seconds=self._options.timeout_s)
-                with nullcontext() if self._watched else speak_once().outermost():
+                with connecting(), nullcontext() if self._watched else speak_once().outermost():
                     _init_dist_connection(
                         self.cluster_environment, backend, timeout=timeout, store=store
                     )

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from strategies.errors import PlanError, RunError, by_host, name_ranks
+from strategies.errors import PlanError, RunError, by_host, name_ranks, without_stack
 from strategies.plan import Backend
 
 _log = logging.getLogger(__name__)
@@ -64,6 +66,33 @@ def join(
             time.sleep(_LOOK_S)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store, _hosts(store, range(world_size))
+
+
+_BROKEN = re.compile("(?i)connect|broken pipe|socket closed|timed? ?out|GLHF")
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Around what connects ranks that have all come to the store; gloo's error names no cause.
+
+    Gloo's ports are open while ranks connect, and take whichever connection sends the right eight
+    bytes first.
+
+    Raises:
+        RunError: A connection broke meanwhile.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = without_stack(str(error)).partition("\n")[0]
+        if not _BROKEN.search(said):
+            raise
+        # "another rank failed" is how the launcher tells consequences from causes.
+        raise RunError(
+            f"a connection to another rank broke while ranks connected ({said}): another rank "
+            "failed, or another process has connected to a port of gloo's in a rank's place. If "
+            "no rank says why it ended, start again, on a machine or network without other users."
+        ) from error
 
 
 def ranks_gpus(store: Store, device: torch.device, *, rank: int, world_size: int) -> list[str]:

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from strategies.errors import PlanError
 from strategies.ir.program import Placement
+from strategies.runtime.messages.joining import connecting
 
 _NETWORK = "GLOO_SOCKET_IFNAME"  # Gloo reads it where a group is made.
 
@@ -152,7 +153,7 @@ class Communicators:
     ) -> None:
         """Makes all groups, but for those of one process, in an order equal on every process."""
         timeout = timedelta(seconds=timeout_s)
-        with _one_loop():
+        with connecting(), _one_loop():
             for key in dict.fromkeys(wanted):
                 purpose, ranks = key
                 if len(ranks) > 1 and key not in self._groups:

@@ -169,9 +169,10 @@ def test_a_process_at_its_limit_says_what_it_had_and_what_it_may_have():
         check=True,
     )
     assert re.fullmatch(
-        r"out of memory: MemoryError\. At most \d\.\d\d GB were resident in this rank; address "
-        r"space is limited to 0\.40 GB\. Try a smaller data\.microbatch_size or recompute=full; "
-        r"mode=validate estimates the memory of each rank\.\n",
+        r"out of memory: MemoryError\. At most \d\.\d\d GB were resident in this process; address "
+        r"space is limited to 0\.40 GB\. Run `ulimit -v unlimited` in this shell first, or try a "
+        r"smaller data\.microbatch_size or recompute=full; mode=validate estimates the memory of "
+        r"each rank\.\n",
         done.stdout,
     ), done.stdout
 

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launcher.processes.failure import raised
 from launcher.processes.store import store_served
 from strategies.errors import PlanError, RunError
-from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus
+from strategies.runtime.messages.joining import connecting, gpu_backend, join, ranks_gpus
 
 HOST = socket.gethostname()
 
@@ -135,3 +136,15 @@ def test_only_ranks_that_share_a_gpu_talk_through_host_memory(caplog):
     assert {gpu_backend(["GPU-a", "GPU-b", "GPU-a"], rank=rank) for rank in range(3)} == {"shared"}
     told = "shared (through the memory of the GPU), because 3 ranks share 2 GPUs and NCCL needs"
     assert caplog.text.count(told) == 1
+
+
+def test_a_connection_that_breaks_at_the_start_names_both_causes():
+    gloo = "[pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+    with pytest.raises(RunError) as told, connecting():
+        raise RuntimeError(gloo)
+    first = f"a connection to another rank broke while ranks connected ({gloo}): another rank "
+    assert str(told.value).startswith(first)
+    assert "another process has connected to a port of gloo's in a rank's place" in str(told.value)
+    assert raised(0, told.value).lost  # A rank that says why it ended is named before this one.
+    with pytest.raises(RuntimeError, match="Too many open files"), connecting():
+        raise RuntimeError("pipe2() failed: Too many open files")
