@@ -53,9 +53,9 @@ $(STAMP): pyproject.toml $(LOCK)
 
 lock: ## Rewrite requirements.lock from what this environment holds
 	@{ echo '# Exact versions for running and developing, torch first. `make lock` writes this file.'; \
-	  $(PIP) freeze --exclude-editable --exclude foldpipe | sed -E 's/^(torch==[^+]+)\+.*/\1/' \
+	  $(PIP) freeze --exclude-editable --exclude foldpipe-launcher | sed -E 's/^(torch==[^+]+)\+.*/\1/' \
 	    | grep -E '^torch=='; \
-	  $(PIP) freeze --exclude-editable --exclude foldpipe \
+	  $(PIP) freeze --exclude-editable --exclude foldpipe-launcher \
 	    | grep -Ev '^(torch==|nvidia-|cuda-|triton==)'; } > $(LOCK).new
 	@mv $(LOCK).new $(LOCK)
 

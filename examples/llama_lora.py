@@ -1,6 +1,6 @@
 """python examples/llama_lora.py FOLDER: LoRA on a Hugging Face model of a local folder.
 
-FOLDER has config.json and weights (without one: a small random Llama). Needs foldpipe[lora].
+FOLDER has config.json and weights (without one: a small random Llama). Needs transformers and peft.
 """
 
 import sys

@@ -453,7 +453,7 @@ def _jobs(flags: Flags, groups: Groups) -> list[list[str]]:
 
 def _version() -> str:
     try:
-        return version("foldpipe")
+        return version("foldpipe-launcher")
     except PackageNotFoundError:
         return "(not installed, run from a checkout)"
 

@@ -150,6 +150,21 @@ def by_host(hosts: Mapping[int, str]) -> str:
     return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in places.items())
 
 
+# ---------------------------------------------------------------------------- optional packages
+
+_OPTIONAL = ("optuna>=5", "scipy>=1.14", "tensorboard>=2.16", "transformers>=5")
+
+
+def install_words(package: str) -> str:
+    """The command that installs what one of our extras asks for, by the package's own name.
+
+    >>> install_words("scipy")
+    "pip install 'scipy>=1.14'"
+    """
+    (requirement,) = (line for line in _OPTIONAL if line.startswith(f"{package}>"))
+    return f"pip install '{requirement}'"
+
+
 # -------------------------------------------------------------------------- synchronous reductions
 # What to say where reductions wait inside their calls. Torch-free: the parent can say it first.
 

@@ -6,11 +6,22 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
+
+from launcher import __main__
+from launcher.planning import model_trace
+from strategies.errors import install_words
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+ADVISING = [ROOT / "README.md", ROOT / "pyproject.toml"] + [
+    path
+    for folder in ("launcher", "strategies", "conf", "docs", "examples")
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+]
 FORMS = sorted(
     path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"
 )
@@ -23,6 +34,32 @@ def test_the_citation_is_of_this_version_and_licence() -> None:
     assert [author["name"] for author in citation["authors"]] == [
         author["name"] for author in PROJECT["authors"]
     ]
+
+
+def test_no_text_installs_the_other_project_of_that_name() -> None:
+    """``foldpipe`` on PyPI is not this one: what installs it would replace ours."""
+    assert PROJECT["name"] == "foldpipe-launcher"
+    asks = re.compile(rb"foldpipe\[|pip3? install [^#\n`]*\bfoldpipe(?![-\w/])")
+    assert asks.search(b"pip install -U 'foldpipe'") and asks.search(b"foldpipe[hf]")
+    found = [path for path in ADVISING if asks.search(path.read_bytes())]
+    assert len(ADVISING) > 300
+    assert found == []
+
+
+def test_messages_ask_for_what_the_extras_ask_for() -> None:
+    extras = PROJECT["optional-dependencies"]
+    for name, package in (
+        ("hf", "transformers"), ("optuna", "optuna"), ("plan", "scipy"),
+        ("tensorboard", "tensorboard"),
+    ):  # fmt: skip
+        assert extras[name] == [install_words(package).removeprefix("pip install ").strip("'")]
+
+
+def test_the_version_is_that_of_this_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = PROJECT["name"]
+    monkeypatch.setattr(__main__, "version", {name: "1.2"}.__getitem__)
+    assert __main__._version() == "1.2"
+    assert name in model_trace._LIBRARIES
 
 
 def test_every_version_of_python_that_is_claimed_is_tested() -> None:

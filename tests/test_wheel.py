@@ -20,7 +20,7 @@ def wheel(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = folder.glob("foldpipe-*-py3-none-any.whl")
+    (path,) = folder.glob("foldpipe_launcher-*-py3-none-any.whl")
     with zipfile.ZipFile(path) as archive:
         yield archive
 

@@ -288,7 +288,7 @@ function broken(why) {
   asked = next = null;
   say("");
   fail(`Python did not start in this browser (${why}). The site's builder needs npm for this page: ` +
-    "make playground-packages docs. On your machine: pip install foldpipe, then " +
+    "make playground-packages docs. On your machine: make install in a checkout, then " +
     "python -m launcher mode=simulate costs=uniform schedule=zb_v pp=4");
   picture.classList.remove("old"); // the picture that is there stays right
   commands.hidden = !shown;

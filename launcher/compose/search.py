@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from launcher.compose.overrides import MAX_JOBS, as_typed
 from launcher.config import LaunchConfig
 from launcher.config.key import shorten
-from strategies.errors import PlanError
+from strategies.errors import PlanError, install_words
 
 if TYPE_CHECKING:
     from launcher.compose.multirun import EarlierJob
@@ -141,7 +141,7 @@ def _optuna() -> Any:  # noqa: ANN401 -- Optuna is optional
         return importlib.import_module("optuna")
     except ImportError:
         raise PlanError(
-            f"{TRIALS} needs the package optuna. Try pip install 'foldpipe[optuna]', or lists of "
+            f"{TRIALS} needs the package optuna. Try {install_words('optuna')}, or lists of "
             f"values without {TRIALS}."
         ) from None
 

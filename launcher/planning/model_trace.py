@@ -38,7 +38,7 @@ from strategies.planner.shardings.prices import Prices
 from strategies.planner.shardings.unit_cuts import UnitCut, unit_cuts
 from strategies.small_file import parse_json
 
-_LIBRARIES = ("torch", "lightning", "transformers", "foldpipe")
+_LIBRARIES = ("torch", "lightning", "transformers", "foldpipe-launcher")
 _MOST_FILES = 5000
 # Of data.*: what the batches' size is planned by, and does not change a row.
 _FREE = ("global_batch_size", "microbatch_size", "num_workers")

@@ -26,7 +26,7 @@ from launcher.report.sweep.picture import timeline_png
 from launcher.resolve import Run
 from launcher.secrets import has_wandb_key
 from strategies.analysis.timeline import Timeline
-from strategies.errors import CheckpointError, PlanError
+from strategies.errors import CheckpointError, PlanError, install_words
 from strategies.manifest import UNFINISHED, total_bytes
 from strategies.plan import Plan
 
@@ -222,8 +222,8 @@ def _tensorboard(config: LaunchConfig, run_dir: Path) -> Logger:
         return TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="")
     except ModuleNotFoundError as error:
         raise PlanError(
-            "tracking=tensorboard needs the package tensorboard. Try pip install "
-            "'foldpipe[tensorboard]', or tracking=csv."
+            "tracking=tensorboard needs the package tensorboard. "
+            f"Try {install_words('tensorboard')}, or tracking=csv."
         ) from error
 
 

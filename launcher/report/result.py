@@ -18,7 +18,7 @@ from strategies.errors import readable
 REPORT = "report.txt"  # of a training run: its figures, for people
 _BESIDE = ("lb1", "lb1_rank", "lb2", "lb2_rank", "recomputed")
 _STALE = ("weight_versions", "gradient_sums", "staleness")  # of schedules without a flush
-_DISTRIBUTIONS = ("foldpipe", "torch", "lightning", "hydra-core")
+_DISTRIBUTIONS = ("foldpipe-launcher", "torch", "lightning", "hydra-core")
 
 
 def write_result(path: Path, mapping: Mapping[str, object]) -> None:

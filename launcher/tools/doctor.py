@@ -171,7 +171,7 @@ def _versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     try:
-        asked = [Requirement(line) for line in requires("foldpipe") or ()]
+        asked = [Requirement(line) for line in requires("foldpipe-launcher") or ()]
     except PackageNotFoundError:
         yield Finding("foldpipe", "note", "run from a checkout, not installed", "make install")
         asked = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from strategies.errors import ModelError, PlanError
+from strategies.errors import ModelError, PlanError, install_words
 from strategies.planner.cut import UnitGraph, crossing_bytes, cut_in_order
 
 _SECONDS = 60.0
@@ -152,5 +152,5 @@ def load_scipy(what: str, instead: str) -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise PlanError(
             f"{what} needs scipy, which is not installed. "
-            f"Try pip install foldpipe[plan], or {instead}."
+            f"Try {install_words('scipy')}, or {instead}."
         ) from error

@@ -53,7 +53,7 @@ def missing(name: str) -> bool:
 
 def skip_without(name: str) -> None:
     if missing(name):
-        pytest.skip(f"{name} needs {NEEDS[name]}: pip install 'foldpipe[lora]'")
+        pytest.skip(f"{name} needs {NEEDS[name]}: pip install 'transformers>=5' 'peft>=0.17'")
 
 
 def play(path: str, folder: str, **changes: Any) -> dict[str, float]:

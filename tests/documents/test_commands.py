@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,9 @@ def _accept(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     elif words[0] == "make":
         assert words[1] in _targets(), f"{command.place}: no target {words[1]}"
     elif words[:2] == ["pip", "install"]:
-        extras = re.findall(r"(?:\.|foldpipe)\[([\w,]+)\]", command.text)
-        for extra in ",".join(extras).split(","):
-            assert not extra or extra in _project()["optional-dependencies"], command.place
+        optional = _project()["optional-dependencies"]
+        asked = {".", *(f".[{extra}]" for extra in optional), *chain(*optional.values())}
+        assert {*words[2:]} <= asked, command.place
     elif words[:2] == ["python", "-m"]:
         assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file(), command.place
     else:

@@ -70,7 +70,8 @@ def test_the_console_script_is_the_launcher(tmp_path: Path) -> None:
         ("python -m launcher schedule=chimera pp=3", "chimera"),
         ("make no-such-target", "no-such-target"),
         ("python -m benchmarks.no_such_file", "page.md:3"),
-        ("pip install 'foldpipe[no_such_extra]'", "page.md:3"),
+        ("pip install '.[no_such_extra]'", "page.md:3"),
+        ("pip install foldpipe", "page.md:3"),
         ("curl example.org", "no test types it"),
     ],
 )

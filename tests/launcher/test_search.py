@@ -86,7 +86,7 @@ def test_without_optuna_the_fix_is_named(tmp_path, monkeypatch):
         [*WORDS, "sweep.trials=3", "costs.forward=interval(1,2)"], tmp_path, monkeypatch
     )
     done.assert_refused()
-    assert "pip install 'foldpipe[optuna]'" in done.errors
+    assert "pip install 'optuna>=5'" in done.errors
 
 
 def test_trials_move_towards_the_best(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from launcher.workloads.hf.families import (
 from launcher.workloads.hf.stored import match_tensors, stored_tensors
 from launcher.workloads.transformer_shape import UnitSpec
 from launcher.workloads.transformer_share import UnitShare, padded_vocab, refuse_ep, refuse_tp
-from strategies.errors import CheckpointError, DataError, ModelError, PlanError
+from strategies.errors import CheckpointError, DataError, ModelError, PlanError, install_words
 
 NETWORK = "network."
 EMBEDDING = f"{NETWORK}embedding"
@@ -276,13 +276,13 @@ def require_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ModelError(
             "model=hf needs the transformers library, which is not installed. "
-            "Try pip install 'foldpipe[hf]'."
+            f"Try {install_words('transformers')}."
         )
     found = version("transformers")
     if int(found.partition(".")[0]) < _MAJOR:
         raise ModelError(
             f"model=hf needs transformers >= {_MAJOR}, but {found} is installed. "
-            "Try pip install --upgrade 'foldpipe[hf]'."
+            f"Try {install_words('transformers')}."
         )
 
 

@@ -28,7 +28,7 @@ from strategies.ir.program import Program
 from strategies.ir.text import format_rows
 from strategies.runtime.messages.exchange import everybody
 
-_PACKAGES = ("torch", "lightning", "numpy", "foldpipe")
+_PACKAGES = ("torch", "lightning", "numpy", "foldpipe-launcher")
 _LONG = 60
 _SHOWN = 5
 

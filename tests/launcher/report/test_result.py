@@ -147,6 +147,6 @@ print(json.dumps([found, heavy]))
     found, heavy = json.loads(done.stdout)
     assert heavy == []
     assert found == versions()
-    assert set(found) == {"python", "foldpipe", "torch", "lightning", "hydra-core"}
+    assert set(found) == {"python", "foldpipe-launcher", "torch", "lightning", "hydra-core"}
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"] is not None

@@ -55,9 +55,8 @@ def test_what_is_missing_too_old_or_too_small_says_what_to_do(monkeypatch):
         return found
 
     monkeypatch.setattr(doctor, "version", version)
-    monkeypatch.setattr(doctor, "requires", lambda _: [
-        "lightning>=2.6", "torch>=2.11", "hydra-core>=1.3", "optuna>=5; extra == 'optuna'",
-    ])  # fmt: skip
+    asked = ["lightning>=2.6", "torch>=2.11", "hydra-core>=1.3", "optuna>=5; extra == 'optuna'"]
+    monkeypatch.setattr(doctor, "requires", {"foldpipe-launcher": asked}.get)  # fmt: skip
     found = by_name(doctor._versions())
     assert (found["lightning"].state, found["lightning"].advice) == (
         "bad", "pip install 'lightning>=2.6'",

@@ -114,14 +114,15 @@ def test_what_is_no_causal_language_model_is_refused(family, tmp_path):
 def test_the_library_is_asked_for_where_it_is_missing(monkeypatch, tmp_path):
     write_model(tmp_path, "llama")
     monkeypatch.setattr(hf_shape.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pip install 'foldpipe\[hf\]'"):
+    with pytest.raises(ModelError, match=r"pip install 'transformers>=5'"):
         hf_shape.check_folder(shape_of(tmp_path))
 
 
 def test_an_old_library_is_refused(monkeypatch, tmp_path):
     write_model(tmp_path, "llama")
     monkeypatch.setattr(hf_shape, "version", lambda name: "4.57.1")
-    with pytest.raises(ModelError, match=r"needs transformers >= 5, but 4\.57\.1 is installed"):
+    told = r"needs transformers >= 5, but 4\.57\.1 is installed\. Try pip install 'transformers>=5'"
+    with pytest.raises(ModelError, match=told):
         hf_shape.check_folder(shape_of(tmp_path))
 
 

@@ -63,7 +63,14 @@ def test_of_many_differences_the_first_few_are_shown():
 def test_versions_are_those_that_run():
     found = versions_print()
     assert torch.__version__.startswith(found["torch"])
-    assert set(found) == {"python", "byte order", "torch", "lightning", "numpy", "foldpipe"}
+    assert set(found) == {
+        "python",
+        "byte order",
+        "torch",
+        "lightning",
+        "numpy",
+        "foldpipe-launcher",
+    }
 
 
 def test_equal_plans_print_alike_and_every_field_counts():
