@@ -13,18 +13,21 @@ could outlive both processes, and are not limited by the size of /dev/shm.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 import os
 import secrets
+import shutil
 import socket
 import struct
 import sys
+import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -43,7 +46,8 @@ _PAGE = 4096
 _LOOK_S = 1e-4
 _BLOCKS = 2**20  # per direction; a byte of each says whether the receiver has it
 _FD = struct.Struct("@i")
-_PEER = struct.Struct("@iII")  # pid, uid and gid of a Unix socket's other end
+
+_log = logging.getLogger(__name__)
 
 Place = list[str | int]
 _Packet = bytes | tuple[int, int]  # an arrived message: its bytes, or its block and their count
@@ -58,37 +62,47 @@ def connect(
 
     Two ranks are on one machine if they see the same kernel and network, as the same user. Ranks
     that emulate hosts by network namespaces are not: their messages take the links between these.
-    ``place`` is what is compared; found out if left out.
-
-    Raises:
-        RunError: A rank that had said it would has not come within ``timeout_s``.
+    ``place`` is what is compared; found out if left out. Two ranks of one machine that cannot
+    connect have no channel either; the first rank says which, and why.
     """
-    rank = exchange.rank
+    rank, own = exchange.rank, secrets.token_hex(16)
     place = place or _place()
-    own = secrets.token_hex(16)
-    listener = None if place is None else _listener(own, exchange.size)
-    if listener is None:
-        place = None  # Nobody counts on this rank, and it calls nobody.
-    told = exchange.everyone(None if listener is None else [place, own])
-    near = {
-        other: said[1]
-        for other, said in enumerate(told)
-        if other != rank and place is not None and said is not None and said[0] == place
-    }
+    places = exchange.everyone(place)
+    near = [r for r, said in enumerate(places) if place is not None and said == place and r != rank]
     found: dict[int, Channel] = {}
-    for other, name in near.items():
-        if other > rank:
-            channel = _called(name, own, timeout_s)
-            if channel is not None:
-                found[other] = channel
-    called = exchange.everyone(sorted(found))
-    awaited = {near[other]: other for other in near if other < rank and rank in called[other]}
-    if listener is not None:
-        found |= _answered(listener, awaited, timeout_s)
+    failed: dict[int, str] = {}
+    # All ranks are here: what a killed one would leave, the folder, exists for a moment.
+    with _listening() if near else nullcontext((None, "")) as (listener, folder):
+        told = exchange.everyone([own, listener is not None, folder])
+        for other in (r for r in near if r > rank):
+            _, listens, there = told[other]
+            try:
+                if not listens:
+                    raise OSError(there)
+                found[other] = _called(there, own, timeout_s)
+            except OSError as error:
+                failed[other] = str(error)
+        called = exchange.everyone([sorted(found), failed])
+        if listener is not None:
+            awaited = {told[r][0]: r for r in near if r < rank and rank in called[r][0]}
+            found |= _answered(listener, awaited, timeout_s)
     for other in sorted(found):
         if other > rank:
             found[other].hear()
+    if rank == 0:
+        _tell_failed([wrong for _, wrong in called])
     return found
+
+
+def _tell_failed(failed: Sequence[dict[int, str]]) -> None:
+    pairs = [f"{rank} and {other}" for rank, wrong in enumerate(failed) for other in wrong]
+    if pairs:
+        _log.warning(
+            "pipeline ranks %s are on one machine, but exchange tensors by gloo and not in shared "
+            "memory: %s. This is slower. Try another folder as TMPDIR.",
+            ", ".join(pairs),
+            next(reason for wrong in failed for reason in wrong.values()),
+        )
 
 
 def _place() -> Place | None:
@@ -109,32 +123,47 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _address(name: str) -> bytes:
-    return b"\0foldpipe-" + name.encode()
-
-
-def _listener(name: str, size: int) -> socket.socket | None:
-    found = _socket()
+@contextmanager
+def _listening() -> Iterator[tuple[socket.socket | None, str]]:
+    """A socket in a folder that only this user can enter, and the folder; or None, and why."""
     try:
-        found.bind(_address(name))
-        found.listen(size)
-    except OSError:
-        found.close()
-        return None
-    return found
+        folder = tempfile.mkdtemp(prefix="foldpipe-")
+    except OSError as error:
+        yield None, str(error)
+        return
+    try:
+        with _socket() as listener:
+            try:
+                _at(folder, listener.bind)
+                listener.listen()
+            except OSError as error:
+                yield None, str(error)
+            else:
+                yield listener, folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _called(name: str, own: str, timeout_s: float) -> Channel | None:
-    """A channel to who listens there; None if nobody can be reached."""
+def _at(folder: str, call: Callable[[str], object]) -> None:
+    """Binds or connects a socket there: an address has 108 bytes, and a folder's path may not."""
+    handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        call(f"/proc/self/fd/{handle}/rank")
+    finally:
+        os.close(handle)
+
+
+def _called(folder: str, own: str, timeout_s: float) -> Channel:
     link = _socket()
     try:
-        link.connect(_address(name))
-    except OSError:
+        link.setblocking(False)  # A queue that is full stays full until all have called.
+        _at(folder, link.connect)
+        link.setblocking(True)
+    except OSError as error:
         link.close()
-        return None
-    if not _same_user(link):
-        link.close()
-        return None
+        if isinstance(error, BlockingIOError):
+            raise OSError("other connections fill the queue of a rank's socket") from error
+        raise
     channel = Channel(link, timeout_s)
     channel.say(own)
     return channel
@@ -143,40 +172,24 @@ def _called(name: str, own: str, timeout_s: float) -> Channel | None:
 def _answered(
     listener: socket.socket, awaited: dict[str, int], timeout_s: float
 ) -> dict[int, Channel]:
-    """Channels to those who call, by the name that each has told the group; strangers are left."""
+    """Channels to those who have called, by the name that each has told the group.
+
+    All of them are in the queue, with their first packet; whatever else is there, is left.
+    """
     found: dict[int, Channel] = {}
-    end = time.monotonic() + timeout_s
-    with listener:
-        while len(found) < len(awaited):
-            listener.settimeout(max(1e-3, end - time.monotonic()))
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(awaited.values()) - found.keys())
-                raise RunError(
-                    f"Timed out: pipeline ranks {missing} of this machine have not opened the "
-                    f"connection that they had announced, for cluster.timeout_s={timeout_s:g} "
-                    "seconds. Try cluster.backend=gloo."
-                ) from None
-            link.settimeout(None)
-            if not _same_user(link):
-                link.close()
-                continue
-            channel = Channel(link, timeout_s)
-            said = ""
-            with suppress(RuntimeError):  # It says nothing, and goes.
-                said = channel.hear()
-            if said in awaited and awaited[said] not in found:
-                channel.say(said)
-                found[awaited[said]] = channel
-            else:
-                channel.drop()
+    listener.setblocking(False)
+    while len(found) < len(awaited):
+        link, _ = listener.accept()
+        channel = Channel(link, timeout_s)
+        said = ""
+        with suppress(RuntimeError, BlockingIOError):  # It has gone, or says nothing.
+            said = channel.hear(socket.MSG_DONTWAIT)
+        if said in awaited and awaited[said] not in found:
+            channel.say(said)
+            found[awaited[said]] = channel
+        else:
+            channel.drop()
     return found
-
-
-def _same_user(link: socket.socket) -> bool:
-    said = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return bool(_PEER.unpack(said)[1] == os.getuid())
 
 
 class Channel:
@@ -214,9 +227,9 @@ class Channel:
         os.close(self._lent_fd)
         self._link.close()
 
-    def hear(self) -> str:
+    def hear(self, flags: int = 0) -> str:
         """Receives the other end's first packet; returns who it is."""
-        data, handle = self._read(64)
+        data, handle = self._read(64, flags)
         if handle is None or os.fstat(handle).st_size != _BLOCKS:
             raise RuntimeError("Connection closed: the other end is no rank")
         self._their_lent = mmap.mmap(handle, _BLOCKS)

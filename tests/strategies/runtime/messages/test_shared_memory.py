@@ -6,8 +6,13 @@ import gc
 import os
 import secrets
 import socket
+import stat
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,19 +251,30 @@ def test_a_sandbox_without_such_memory_goes_by_gloo(monkeypatch):
     assert shared_memory._place() is None
 
 
+SLOWER = (
+    "pipeline ranks {} are on one machine, but exchange tensors by gloo and not in shared memory: "
+    "{}. This is slower. Try another folder as TMPDIR."
+)
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_cannot_listen_goes_by_gloo_and_the_others_share(monkeypatch, failing):
-    listening, own = shared_memory._listener, threading.local()
-    monkeypatch.setattr(
-        shared_memory,
-        "_listener",
-        lambda *given: None if own.rank == failing else listening(*given),
-    )
+def test_ranks_that_cannot_connect_go_by_gloo_and_the_others_share(monkeypatch, caplog, failing):
+    make, own = tempfile.mkdtemp, threading.local()
+
+    def refusing(**options: str) -> str:
+        if own.rank == failing:
+            raise OSError("No space left")
+        return make(**options)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refusing)
     found = connected(3, before=lambda rank: setattr(own, "rank", rank))
-    able = [rank for rank in range(3) if rank != failing]
+    lost = [(rank, failing) for rank in range(failing)]  # The later rank listens.
     assert [sorted(each) for each in found] == [
-        [] if rank == failing else [other for other in able if other != rank] for rank in range(3)
+        [o for o in range(3) if o != rank and (min(o, rank), max(o, rank)) not in lost]
+        for rank in range(3)
     ]
+    pairs = ", ".join(f"{one} and {other}" for one, other in lost)
+    assert caplog.messages == ([SLOWER.format(pairs, "No space left")] if lost else [])
 
 
 def test_a_network_of_ones_own_is_another_place():
@@ -268,35 +284,81 @@ def test_a_network_of_ones_own_is_another_place():
     assert os.stat("/proc/self/ns/net").st_ino in place
 
 
-def test_a_stranger_is_not_taken_for_a_rank(monkeypatch):
-    names: list[str] = []
-    listening = shared_memory._listener
+def listening_to(monkeypatch, strangers: Callable[[str], None]) -> None:
+    """Lets ``strangers`` come to each folder with a socket before any rank does."""
+    listening = shared_memory._listening
 
-    def noted(name: str, size: int):
-        found = listening(name, size)
-        # It stands in the queue before any rank does, and says a word of its own.
-        stranger = shared_memory._socket()
-        stranger.connect(shared_memory._address(name))
-        stranger.send(secrets.token_hex(16).encode())
-        strangers.append(stranger)
-        silent = shared_memory._socket()
-        silent.connect(shared_memory._address(name))
-        silent.close()
-        names.append(name)
-        return found
+    @contextmanager
+    def noted() -> Iterator[tuple[socket.socket | None, str]]:
+        with listening() as found:
+            strangers(found[1])
+            yield found
 
-    strangers: list[socket.socket] = []
-    monkeypatch.setattr(shared_memory, "_listener", noted)
+    monkeypatch.setattr(shared_memory, "_listening", noted)
+
+
+def stranger(folder: str) -> socket.socket:
+    found = shared_memory._socket()
+    found.setblocking(False)
+    try:
+        shared_memory._at(folder, found.connect)
+    except BlockingIOError:
+        found.close()
+        raise
+    return found
+
+
+def test_a_stranger_is_not_taken_for_a_rank_and_not_waited_for(monkeypatch):
+    held = []
+
+    def come(folder: str) -> None:
+        held.extend(stranger(folder) for _ in range(3))
+        held[-1].send(secrets.token_hex(16).encode())
+        held[-2].close()
+
+    listening_to(monkeypatch, come)
+    begin = time.monotonic()
     first, second = connected(2)
+    assert time.monotonic() - begin < TIMEOUT_S / 2
     first[1].send(torch.ones(3), 1)
     assert second[0].take(1, (3,), torch.float32).sum() == 3
-    assert len(names) == 2
-    assert sorted(first) == [1]
-    assert sorted(second) == [0]
-    for stranger in strangers:
-        stranger.close()
+    assert len(held) == 6
+    assert (sorted(first), sorted(second)) == ([1], [0])
+    for each in held:
+        each.close()
 
 
-def test_ranks_of_another_user_are_not_taken(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_same_user", lambda link: False)
+def test_a_queue_that_is_full_sends_the_pair_to_gloo(monkeypatch, caplog):
+    held = []
+
+    def fill(folder: str) -> None:
+        with suppress(BlockingIOError):
+            while len(held) < 1000:
+                held.append(stranger(folder))
+
+    listening_to(monkeypatch, fill)
+    begin = time.monotonic()
     assert connected(2) == [{}, {}]
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    why = "other connections fill the queue of a rank's socket"
+    assert caplog.messages == [SLOWER.format("0 and 1", why)]
+    for each in held:
+        each.close()
+
+
+def test_the_socket_is_where_no_other_user_comes_and_leaves_nothing(monkeypatch, tmp_path):
+    """In a folder of any length, for as long as ranks connect."""
+    place = tmp_path / ("a" * 120)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    seen = []
+
+    def look(folder: str) -> None:
+        seen.append((Path(folder).parent, stat.S_IMODE(os.stat(folder).st_mode)))
+        assert "@foldpipe" not in Path("/proc/net/unix").read_text()
+
+    listening_to(monkeypatch, look)
+    first, second = connected(2)
+    assert (sorted(first), sorted(second)) == ([1], [0])
+    assert seen == [(place, 0o700)] * 2
+    assert os.listdir(place) == []
