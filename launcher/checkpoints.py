@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
@@ -91,7 +92,6 @@ def check_model(path: Path, shape: TransformerShape) -> None:
     both = now.get("bias_update_rate") and then.get("bias_update_rate")
     free |= {"bias_update_rate"} if both else set()
     wrong = [key for key in now if key not in free and then.get(key) != now[key]]
-    other = [key for key in now if key in free and key in then and then[key] != now[key]]
     if wrong and then["experts"] is None:  # what other keys are about
         wrong = [key for key in wrong if key in then]
     if wrong:
@@ -100,14 +100,10 @@ def check_model(path: Path, shape: TransformerShape) -> None:
         changed = wrong + [
             key for key in then if key not in (*now, *free) and then[key] != beside.get(key)
         ]
-        changed += [key for key in other if key == "sequence"]  # Losses are of one length.
+        if then["sequence"] != now["sequence"]:  # losses are of one length
+            changed.append("sequence")
         fix = " ".join(f"model.{key}={spell(then[key])}" for key in changed)
         raise CheckpointError(f"{path} is a checkpoint of another model than {asked}. Try {fix}.")
-    if other:
-        written_with, has = (
-            " ".join(f"model.{key}={spell(each[key])}" for key in other) for each in (then, now)
-        )
-        say(f"note: the checkpoint was written with {written_with}; this run has {has}")
 
 
 def check_continues(path: Path, run: Run) -> None:
@@ -321,9 +317,15 @@ def _damage(path: Path) -> str | None:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    if total_bytes(manifest) > _HASHED_BYTES:
-        return find_misfit(path, manifest)
-    return find_misfit(path, manifest) or find_damage(path, manifest)
+    problem = find_misfit(path, manifest)
+    if problem is None and total_bytes(manifest) <= _HASHED_BYTES:
+        problem = _hash_problem(path, json.dumps(_stamps(path)))
+    return problem
+
+
+@functools.lru_cache(maxsize=64)  # it is looked for when a request is composed, and when it runs
+def _hash_problem(path: Path, _stamps: str) -> str | None:
+    return find_damage(path, read_manifest(path))
 
 
 # What ranks have found damaged, who compare the hashes of files that are too large to be hashed

@@ -242,6 +242,7 @@ _METADATA: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("begun", lambda value: isinstance(value, float) and math.isfinite(value), "a time"),
     ("model", lambda value: isinstance(value, str | dict), "a name or an object"),
     ("data", lambda value: isinstance(value, dict), "an object"),
+    ("config", lambda value: isinstance(value, dict), "an object"),
 )
 
 

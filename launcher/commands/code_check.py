@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.checkpoints import manifest_of
 from launcher.commands.ranks import fork_server
 from launcher.config import LaunchConfig, dump
 from launcher.config.check_code import CODE_MODES, own_code
+from launcher.config.checkpoint_keys import saved_keys
 from launcher.config.decode import CLASS, brings_own
-from launcher.config.key import Args, shorten, typed, value_at
+from launcher.config.key import Args, typed, value_at
 from launcher.processes.failure import describe, read_failure
 from launcher.processes.local import our_python, rank_environment
 from launcher.processes.task import rewrite_task
@@ -111,61 +111,34 @@ def with_checkpoints_code(run: Run, checkpoint: Path | None) -> Run:
     config = run.config
     left = [g for g in ("model", "data") if value_at(config, g).name == CLASS
             and value_at(config, g).path is None]  # fmt: skip
-    said = _said(checkpoint)
     if not left:
-        _tell_other(config, said)
         return run
+    saved = None if checkpoint is None else saved_keys(checkpoint)
+    said = {group: values for group, values in (saved or {}).items() if values["name"] == CLASS}
     for group in left:
-        if group not in said:
+        if said.get(group, {}).get("path") is None:
             raise CheckpointError(
                 f"{group}=class without {group}.path: "
                 f"{checkpoint or 'there is no checkpoint, which'} names no class. "
                 f"Try {group}.path=MODULE:NAME."
             )
-        path, args = said[group]
-        if not config.allow_code:
-            raise PlanError(
-                f"{checkpoint} names {path} as its {group}: code that a file names is not run. "
-                f"Try {typed(f'{group}.path', path)}{_words(group, args)}, or allow_code=true if "
-                "you trust the file."
-            )
-        chosen = value_at(config, group)
-        merged = Args({**args, **chosen.args.plain()})
+    if not config.allow_code:
+        named = " and ".join(f"{said[group]['path']} as its {group}" for group in left)
+        words = " ".join(
+            typed(f"{group}.path", said[group]["path"]) + _words(group, said[group]["args"])
+            for group in left
+        )
+        raise PlanError(
+            f"{checkpoint} names {named}: code that a file names is not run. "
+            f"Try {words}, or allow_code=true if you trust the file."
+        )
+    for group in left:
+        chosen, path = value_at(config, group), said[group]["path"]
+        merged = Args({**said[group]["args"], **chosen.args.plain()})
         config = replace(config, **{group: replace(chosen, path=path, args=merged)})
         say(f"{group}.path={path}{_words(group, merged)}, as the checkpoint says (allow_code=true)")
     check_own_code([config])
     return replace(run, config=config)
-
-
-def _said(checkpoint: Path | None) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Group -> path and arguments, as a manifest has them; what is anything else is left out."""
-    if checkpoint is None or checkpoint.is_file():
-        return {}
-    code = manifest_of(checkpoint)["metadata"].get("code")
-    found = {}
-    for group, entry in code.items() if isinstance(code, dict) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("path"), str):
-            args = entry.get("args")
-            found[str(group)] = entry["path"], args if isinstance(args, dict) else {}
-    return found
-
-
-def _tell_other(config: LaunchConfig, said: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
-    """Says where a class or its arguments differ from the checkpoint's: they may do so."""
-    for code in own_code(config):
-        if code.key not in said:
-            continue
-        path, args = said[code.key]
-        given = code.args.plain()
-        other = [
-            f"{code.key}.args.{name}={shorten(args.get(name, 'the default'))}"
-            for name in {**args, **given}
-            if args.get(name) != given.get(name)
-        ]
-        if path != code.path:
-            other.insert(0, f"{code.key}.path={path}")
-        if other:
-            say(f"note: the checkpoint was written with {' '.join(other)}")
 
 
 def _words(group: str, args: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from launcher.checkpoints import (
 )
 from launcher.config import LaunchConfig
 from launcher.config.check_code import CODE_MODES
+from launcher.config.checkpoint_keys import USED_BY, compared
 from launcher.config.derived import asked_schedule
 from launcher.config.key import shorten
 from launcher.planning.profile_check import rank_threads
@@ -38,6 +39,7 @@ from launcher.report.result import write_result
 from launcher.resolve import COMPILING_S, Run, num_gpus, text_source, uses_gpu
 from launcher.secrets import check_wandb_key, mask
 from launcher.terminal import complain, say, shortened
+from launcher.workloads.data.identity import other_data
 from launcher.workloads.data.source import check_file, check_source, vocab_size
 from launcher.workloads.hf.counterpart import export_format
 from launcher.workloads.hf.hf_shape import HfShape, check_folder, check_same_model, check_vocabulary
@@ -57,7 +59,7 @@ _SCANNED_BYTES = 1 << 26
 _MOST_ERROR = 8_000  # characters, in result.json
 _TOLD_FORWARDS = 8_000
 _FORWARDS_PER_S = 1_500.0  # compiled, proven, simulated and drawn on a core of 2026
-_OPENS_CHECKPOINT = ("train", "eval", "predict", "generate", "export")
+_OPENS_CHECKPOINT = ("train", *USED_BY)
 
 
 def check_before_start(run: Run, checkpoint: Path | None) -> None:
@@ -113,6 +115,18 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
         check_data(checkpoint, run)
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
+    if checkpoint is not None:
+        _tell_differences(run, checkpoint)
+
+
+def _tell_differences(run: Run, checkpoint: Path) -> None:
+    for line in compared(run.config, checkpoint):
+        say(line)
+    if run.config.mode not in ("eval", "predict") or run.own_data or checkpoint.is_file():
+        return
+    what = other_data(manifest_of(checkpoint)["metadata"].get("data"), text_source(run.config))
+    if what is not None:
+        say(f"note: other data than those of the checkpoint: {what}")
 
 
 def check_world(config: LaunchConfig) -> None:

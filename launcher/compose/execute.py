@@ -23,6 +23,7 @@ from omegaconf import DictConfig, read_write
 from launcher.checkpoints import LOCK
 from launcher.compose.overrides import quote
 from launcher.compose.session import CONFIG_NAME, to_config
+from launcher.compose.used_checkpoint import use_checkpoint
 from launcher.config import LaunchConfig
 from launcher.config.key import require_name, shorten
 from launcher.processes.failure import as_in_the_way, explained, free_bytes
@@ -277,6 +278,7 @@ class JobTask:
 
     def _guarded(self, composed: DictConfig, hydra: HydraConf, folder: Path) -> int:
         try:
+            use_checkpoint(composed, hydra)  # of a sweep's job, which is composed of words alone
             config = to_config(composed, hydra)
             self.config = config if self._adapt is None else self._adapt(config)
             return self._command(self.config, folder)

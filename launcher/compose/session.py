@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launcher.compose.option_groups import conf_dir
 from launcher.compose.overrides import listed_options, quote
+from launcher.compose.used_checkpoint import use_checkpoint
 from launcher.config import LaunchConfig, check, dump, from_dict
 from launcher.config.check_training import HUGGING_FACE
 from launcher.config.decode import CLASS, ENTRY_POINTS, KeyPlaceError, installed_names
@@ -214,6 +215,7 @@ def compose_whole(overrides: Sequence[str]) -> tuple[LaunchConfig, DictConfig]:
         composed = compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(composed)
         hydra = composed.hydra
+        use_checkpoint(composed, hydra)
         try:
             config = to_config(composed, hydra)
         except KeyPlaceError as error:

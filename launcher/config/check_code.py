@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from launcher.config.checkpoint_keys import USED_BY
 from launcher.config.decode import CLASS, brings_own, did_you_mean, nearest
 from launcher.config.key import Args, keys_of, shorten, typed, value_at
 from launcher.config.launch import LaunchConfig
@@ -118,16 +119,6 @@ def own_code(config: LaunchConfig) -> tuple[Code, ...]:
     return (*chosen, *named_callbacks(config))
 
 
-def named_code(config: LaunchConfig) -> dict[str, dict[str, dict[str, object]]]:
-    """What a checkpoint says of model and data by their paths; empty where they have none."""
-    found: dict[str, dict[str, object]] = {
-        code.key: {"path": code.path, "args": code.args.plain()}
-        for code in own_code(config)
-        if code.key in ("model", "data")
-    }
-    return {"code": found} if found else {}
-
-
 def model_label(config: LaunchConfig) -> str:
     """The model in a few words: ``tiny``, ``nets:LitNet width=64``."""
     if config.model.name != CLASS or config.model.path is None:
@@ -165,7 +156,7 @@ def _check_group(config: LaunchConfig, group: str) -> None:
     if chosen.path is not None:
         _check_path(group, chosen.path)
     elif config.mode != "simulate" and not (
-        group != "optimizer" and (config.allow_code or config.mode in ("eval", "predict", "export"))
+        group != "optimizer" and (config.allow_code or config.mode in USED_BY)
     ):
         raise PlanError(
             f"{group}=class needs the path of the class. Try {group}=class {group}.path={example}."

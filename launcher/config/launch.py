@@ -103,7 +103,7 @@ class LaunchConfig:
     checkpoint: str = key(
         "auto",
         "eval, predict, generate, export: a checkpoint's path; auto = newest of this "
-        "experiment_name.",
+        "experiment_name. Keys of model.* and data.* that are not set are the checkpoint's.",
     )
     allow_code: bool = key(
         False,

@@ -5,6 +5,7 @@ The launcher's only module that brings Lightning's Trainer and the workloads tog
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import warnings
@@ -21,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from launcher.checkpoints import check_data
 from launcher.config import dump
-from launcher.config.check_code import named_code
+from launcher.config.checkpoint_keys import RECORD, kept_keys, saved_keys
 from launcher.config.decode import brings_own
 from launcher.processes.local import wait_for_outcome, write_outcome
 from launcher.processes.preempted import PreemptedError, StopRequest, installed_request
@@ -109,7 +110,7 @@ def _strategy(run: Run) -> PipelineStrategy:
         heartbeat=own_heartbeat(os.environ),
         metadata={
             "model": described(run.shape) if run.describes_model else config.model.name,
-            **named_code(config),
+            "config": kept_keys(config),
             "experiment_name": config.experiment_name,
             **({} if run.own_data or config.mode != "train" else _data(run)),
         },
@@ -439,8 +440,14 @@ def _export(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
 
         export_checkpoint(Path(checkpoint), run.shape, target)
     else:
-        export_file(Path(checkpoint), target, kind)
+        export_file(Path(checkpoint), target, kind, records=_records(Path(checkpoint)))
     return {"checkpoint": checkpoint, "world_size": 1, "export": str(target)}
+
+
+def _records(checkpoint: Path) -> dict[str, str]:
+    """What a file says of its model and data, as the checkpoint that it is made of does."""
+    saved = saved_keys(checkpoint)
+    return {} if saved is None else {RECORD: json.dumps(saved)}
 
 
 def _profile(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:

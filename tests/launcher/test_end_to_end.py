@@ -130,10 +130,8 @@ def test_a_checkpoint_is_evaluated_in_any_layout(
     pp, precision, tolerance, checkpoint, corpus, expected, tmp_path
 ):
     assert VALIDATION % (2 * pp) == 0  # no incomplete batch, which would be left out
-    words = [
-        *MODEL, "mode=eval", f"pp={pp}", f"checkpoint={checkpoint}", "data=text",
-        f"data.path={corpus}", f"trainer.precision={precision}",
-    ]  # fmt: skip
+    # Model and data are the checkpoint's.
+    words = ["mode=eval", f"pp={pp}", f"checkpoint={checkpoint}", f"trainer.precision={precision}"]
     done = launch(words, tmp_path).assert_done()
     loss = -expected.mean()
     assert done.result["val_loss"] == pytest.approx(loss, abs=tolerance)

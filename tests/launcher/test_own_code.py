@@ -240,7 +240,7 @@ def test_a_run_goes_on_with_the_state_of_its_callbacks(trained: Path) -> None:
     last = trained / "first" / "checkpoints" / "step-00000003.ckpt"
     words = (*FIRST, "trainer.max_steps=5", f"trainer.resume={last}", "model.args.lr=0.5")
     done = launch((*words, "hydra.run.dir=second"), trained).assert_done()
-    assert "note: the checkpoint was written with model.args.lr=the default\n" in done.output
+    assert "note: model.args.lr=0.5 here, the default in the checkpoint\n" in done.output
     assert [row["step"] for row in _rows(trained / "second")] == ["4", "5"]
     assert (trained / "count.txt").read_text() == "None 5"
 
@@ -248,13 +248,13 @@ def test_a_run_goes_on_with_the_state_of_its_callbacks(trained: Path) -> None:
 @pytest.mark.distributed
 def test_a_checkpoint_names_code_only_where_it_is_allowed(trained: Path) -> None:
     last = trained / "first" / "checkpoints" / "step-00000003.ckpt"
-    words = ("mode=eval", "model=class", "data=class", "data.global_batch_size=16", "pp=1",
-             f"checkpoint={last}")  # fmt: skip
+    words = ("mode=eval", "data.global_batch_size=16", f"checkpoint={last}")
     refused = launch((*words, "hydra.run.dir=refused"), trained)
     assert refused.code == 2
     assert refused.errors == (
-        f"error: {last} names nets.py:Plain as its model: code that a file names is not run. "
-        "Try model.path=nets.py:Plain, or allow_code=true if you trust the file.\n"
+        f"error: {last} names nets.py:Plain as its model and my_data.images:Images as its data: "
+        "code that a file names is not run. Try model.path=nets.py:Plain "
+        "data.path=my_data.images:Images, or allow_code=true if you trust the file.\n"
     )
     assert not (trained / "refused").exists()
     done = launch((*words, "allow_code=true", "hydra.run.dir=allowed"), trained).assert_done()

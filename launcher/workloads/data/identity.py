@@ -62,21 +62,28 @@ def tell_other_data(path: Path, written: object, source: TextSource) -> str | No
 
     ``written``: what the checkpoint's manifest says of its data.
     """
+    what = other_data(written, source)
+    if what is None:
+        return None
+    return (
+        f"{path} was written in a training on other data than {source.label} is now ({what}): its "
+        "position in them means nothing here. Put back what it was trained on, train anew, or go "
+        f"on in spite of it with {ACCEPT}."
+    )
+
+
+def other_data(written: object, source: TextSource) -> str | None:
+    """In what data differ from those of a manifest; None if in nothing, or if that is not known."""
     if not isinstance(written, Mapping):
         return None
     now = data_identity(source)
     names = [name for name in now.keys() | written.keys() if now.get(name) != written.get(name)]
     if not names:
         return None
-    what = "; ".join(
+    return "; ".join(
         f"{name} was {str(written.get(name))[:40]} and is {now.get(name)}"
         for name in sorted(names)
         if name != "hash" or names == ["hash"]
-    )
-    return (
-        f"{path} was written in a training on other data than {source.label} is now ({what}): its "
-        "position in them means nothing here. Put back what it was trained on, train anew, or go "
-        f"on in spite of it with {ACCEPT}."
     )
 
 

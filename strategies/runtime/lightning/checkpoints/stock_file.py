@@ -18,9 +18,11 @@ import pathlib
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -400,11 +402,19 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def export_file(path: Path, target: Path, kind: Literal["safetensors", "ckpt"]) -> None:
+def export_file(
+    path: Path,
+    target: Path,
+    kind: Literal["safetensors", "ckpt"],
+    *,
+    records: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Writes the weights of any checkpoint as one file, new; for one process.
 
     ``ckpt`` is what stock Lightning writes with ``save_weights_only=True``: hyper-parameters and
     loops are in it.
+
+    ``records``: further files in the archive of a ``ckpt``, by name.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
@@ -425,6 +435,10 @@ def export_file(path: Path, target: Path, kind: Literal["safetensors", "ckpt"]) 
             rest = ("callbacks", "lr_schedulers", "optimizer_states", OWN, RANDOM)
             kept = {name: value for name, value in found.items() if name not in rest}
             _save(_without_loaders(kept)[0], staging)
+            with zipfile.ZipFile(staging, "a") as archive:
+                root = archive.namelist()[0].split("/")[0]  # torch looks nowhere else
+                for name, text in records.items():
+                    archive.writestr(f"{root}/{name}", text)
         os.link(staging, target)  # unlike a rename, this replaces nothing
     except (OSError, SafetensorError) as error:
         raise unwritten_export(error, target) from None
