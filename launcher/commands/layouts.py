@@ -266,7 +266,7 @@ def _say_end(
 def _rows(asked: Question) -> str:
     """What a batch is made of: sequences, or whatever another package's data has."""
     tokens = asked.shape.sequence
-    return f"sequences of {tokens} tokens" if tokens > 1 else "rows"
+    return f"sequences of {tokens} tokens" if tokens > 1 else "samples"
 
 
 def _bars(plan: ListedPlan, limit: int) -> str:

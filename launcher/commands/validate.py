@@ -107,8 +107,10 @@ def _plan(run: Run) -> str:
     lines = [
         f"{run.world_size} processes: pp={run.config.pp} dp={run.dp} tp={run.config.tp}"
         + (f" ep={run.config.ep}, " if run.config.ep > 1 else ", ")
-        + f"{run.num_microbatches} microbatches of {run.config.data.microbatch_size} per step and "
-        f"replica" + (f", {run.parameters}" if run.num_parameters else ""),
+        + f"{run.num_microbatches} microbatches"
+        # Only the loaders of a data module of the user's know the size of a batch.
+        + ("" if run.own_data else f" of {run.config.data.microbatch_size}")
+        + f" per step and replica{f', {run.parameters}' if run.num_parameters else ''}",
         f"programs verified: train, accumulate, forward "
         f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
     ]

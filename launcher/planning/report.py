@@ -53,7 +53,8 @@ class ListedPlan:
         layers_per_stage: Units, of a traced model.
         memory: Bytes of each rank at its worst moment.
         step_time_s: Period, or makespan where clipping waits at the flush.
-        tokens_per_s: Of all ranks.
+        samples_per_s: Of all ranks.
+        tokens_per_s: The same in tokens; None where samples are no sequences of them.
         mfu: Model FLOPs over the peak of all ranks, at the precision of the run.
         compiled: Its run and verified program, simulated; None for one that is too long.
     """
@@ -69,7 +70,8 @@ class ListedPlan:
     exposed_grad_reduce: float
     lower_bound: float
     step_time_s: float
-    tokens_per_s: float
+    samples_per_s: float
+    tokens_per_s: float | None
     mfu: float
     compiled: Compiled | None = None
 
@@ -129,7 +131,10 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
         makespan, period, exposed = times.makespan, times.period, times.exposed
         idle = idle_share(evaluator.structure(group, candidate.order), group.table, makespan)
     step = outcome.step_time_s
-    flops = sum(unit.forward_flops for unit in model_units(asked.shape))
+    flops, tokens = (
+        sum(unit.forward_flops for unit in model_units(asked.shape)),
+        asked.shape.sequence,
+    )
     peak = asked.space.num_gpus * run_peak(config)
     return ListedPlan(
         outcome,
@@ -143,7 +148,8 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
         exposed,
         group.bound,
         step,
-        tokens_per_s=batch * asked.shape.sequence / step,
+        samples_per_s=batch / step,
+        tokens_per_s=batch * tokens / step if tokens > 1 else None,
         mfu=3 * flops * batch / (step * peak),
     )
 
@@ -167,7 +173,8 @@ def _compiled(plan: ListedPlan, asked: Question) -> ListedPlan:
         exposed_grad_reduce=metrics.exposed_grad_reduce,
         lower_bound=metrics.lower_bound,
         step_time_s=step,
-        tokens_per_s=plan.tokens_per_s / slower,
+        samples_per_s=plan.samples_per_s / slower,
+        tokens_per_s=None if plan.tokens_per_s is None else plan.tokens_per_s / slower,
         mfu=plan.mfu / slower,
         compiled=Compiled(run, timeline, metrics),
     )
@@ -249,6 +256,7 @@ def _plan_mapping(plan: ListedPlan) -> dict[str, object]:
     return {
         "overrides": list(plan.words),
         "predicted_step_time_s": plan.step_time_s,
+        "samples_per_s": plan.samples_per_s,
         "tokens_per_s": plan.tokens_per_s,
         "mfu": plan.mfu,
         "bubble_ratio": plan.bubble_ratio,

@@ -10,7 +10,7 @@ from html import escape
 from typing import NamedTuple
 
 from launcher.report.html import FILTER, page_head
-from launcher.report.plan_table import HEAD, own_sizes, plan_cells
+from launcher.report.plan_table import head_of, own_sizes, plan_cells
 from launcher.report.summary import format_duration, round_ticks
 from strategies.planner.shardings.operators import (
     ENTERED,
@@ -63,7 +63,7 @@ def on_front(plans: Sequence[Plan]) -> frozenset[int]:
 
 
 def _table(plans: Sequence[Plan], front: frozenset[int] | None) -> str:
-    known = ("plan", *own_sizes(plans), *HEAD[1:])
+    known = ("plan", *own_sizes(plans), *head_of(plans)[1:])
     heads = (*known, *(() if front is None else ("front",)), "overrides")
     row = "".join(f'<th scope="col"{_text(head)}>{escape(head)}</th>' for head in heads)
     body = ""

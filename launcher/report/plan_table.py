@@ -27,6 +27,12 @@ HEAD = (
 _SPARED = ("exposed", "over bound", "bubble", "layers per stage", "MFU", "recompute", "overlap")
 
 
+def head_of(rows: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+    """``HEAD``; images and the like have no tokens."""
+    images = any(row["tokens_per_s"] is None for row in rows)
+    return tuple("samples/s" if images and name == "tokens/s" else name for name in HEAD)
+
+
 def plan_table(rows: Sequence[Mapping[str, object]], *, room: int | None = None) -> str:
     """A line per plan of ``plans`` in result.json.
 
@@ -35,7 +41,8 @@ def plan_table(rows: Sequence[Mapping[str, object]], *, room: int | None = None)
     ``room``: columns of the terminal, if there is one: what has no place there is named below.
     """
     own = own_sizes(rows)
-    lines = [(*HEAD[:1], *own, *HEAD[1:]), *plan_cells(rows)]
+    head = head_of(rows)
+    lines = [(*head[:1], *own, *head[1:]), *plan_cells(rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     left = {0, *(column + len(own) for column in (4, 5, 6, 7, 15))}
     shown, spared = list(range(len(widths))), []
@@ -129,6 +136,7 @@ def short_layers(layers: Sequence[float]) -> str:
 
 def _row(number: int, plan: Mapping[str, object]) -> tuple[str, ...]:
     memory, layers = plan["peak_memory_bytes"], plan["layers_per_stage"]
+    rate = plan["tokens_per_s"]
     assert isinstance(memory, Sequence)
     assert isinstance(layers, Sequence)
     stages = plan["stages_per_rank"]
@@ -143,7 +151,7 @@ def _row(number: int, plan: Mapping[str, object]) -> tuple[str, ...]:
         f"{plan['overlap']}",
         f"{plan['recompute']}",
         format_duration(_float(plan["predicted_step_time_s"]), "s"),
-        f"{_float(plan['tokens_per_s']):,.0f}",
+        f"{_float(plan['samples_per_s' if rate is None else 'tokens_per_s']):,.0f}",
         format_percent(_float(plan["mfu"])),
         format_percent(_float(plan["bubble_ratio"])),
         format_duration(_float(plan["exposed_grad_reduce"]), "s"),

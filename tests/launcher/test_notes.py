@@ -6,6 +6,7 @@ import pytest
 
 from launcher.commands import layouts, ranks
 from launcher.commands.train import _announce
+from launcher.commands.validate import _plan
 from launcher.config.decode import from_dict
 from launcher.report.predicted import memory_note
 from launcher.resolve import resolve
@@ -101,3 +102,4 @@ def test_a_start_says_the_size_of_microbatches_only_where_it_is_known(data, want
     run = resolve(from_dict({"pp": 2, "trainer": {"accelerator": "cpu"}, **data}))
     _announce(run, None, Path("x"))
     assert wanted in "".join(capsys.readouterr())
+    assert f", {wanted.partition(' x')[0].strip()} per step and replica" in _plan(run)

@@ -149,7 +149,8 @@ def test_a_u_net_of_ones_own_is_planned_once_traced_and_trains_as_it_is_printed(
     first = launch(site, tmp_path / "plan", *words, "mode=plan")
     assert first.returncode == 0, first.stderr
     assert "tracing model=my_unet" in first.stdout
-    assert "8 rows per step" in first.stdout
+    assert "8 samples per step" in first.stdout
+    assert "samples/s" in first.stdout and "tokens/s" not in first.stdout
     again = launch(site, tmp_path / "again", *words, "mode=plan", "planner.partition=ilp")
     assert again.returncode == 0, again.stderr
     assert "tracing" not in again.stdout  # the cache has it

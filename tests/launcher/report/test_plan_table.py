@@ -97,6 +97,12 @@ def test_rows_of_models_of_several_sizes_show_their_own():
     assert [line.split()[:3] for line in lines[1:]] == [["1", "4352", "2"], ["2", "1152", "2"]]
 
 
+def test_a_model_of_images_makes_samples_per_second():
+    head, line = plan_table([{**PLAN, "tokens_per_s": None, "samples_per_s": 25.0}]).splitlines()
+    assert "samples/s" in head and "tokens/s" not in head
+    assert "  25  " in line
+
+
 def test_a_narrow_terminal_gets_fewer_columns_and_their_names():
     wide = plan_table([PLAN, PLAN])
     assert plan_table([PLAN, PLAN], room=200) == wide
