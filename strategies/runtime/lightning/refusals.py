@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import partial
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
-from strategies.models.contents import walk
+from strategies.models.contents import generator_words, is_generator, walk
+from strategies.models.replay.gate import unchanged
+from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.unit_model import HasUnits
 from strategies.plan import OnNan, Plan, refuse_selective, refuse_split_backward
 from strategies.runtime.lightning.manual_optimization import refuse_manual
@@ -155,54 +161,139 @@ def _refuse_mixing(optimizer: Optimizer) -> None:
             "its state, and each rank of a pipeline updates its own parameters. Keep them in "
             "self.state[parameter], made in the first step, or use an optimizer of torch.optim."
         )
-    if _mixes(optimizer):
+    try:
+        found = _compared(optimizer)
+    except Exception as error:
+        rank_zero_warn(
+            f"the optimizer {kind.__name__} could not be tried on small parameters "
+            f"({type(error).__name__}: {error}). Each rank of a pipeline updates its own "
+            "parameters, so it must treat each of them by itself."
+        )
+        return
+    if found is _Found.DRAWS:
+        raise ModelError(
+            f"the optimizer {kind.__name__} draws random numbers: two runs of {_STEPS} steps from "
+            "the same weights end at different ones, and ranks of a pipeline would not draw what "
+            "one process draws. Add the noise to gradients in on_before_optimizer_step, which "
+            "sees them all, or use pp=1."
+        )
+    if found is _Found.MIXES:
         raise ModelError(
             f"the optimizer {kind.__name__} updates a parameter by the gradients of others, too (a "
-            "norm over all of them, as SAM takes), and each rank of a pipeline has those of its "
-            "own stages only. Use an optimizer that treats each parameter by itself "
-            "(torch.optim), change gradients in on_before_optimizer_step, which sees them all, or "
-            "use pp=1."
+            "norm over all of them, as SAM takes, or one step size for all, as Prodigy has): "
+            f"{_STEPS} steps of two small layers differ from those of each layer alone, and each "
+            "rank of a pipeline has its own layers only. Use an optimizer that treats each "
+            "parameter by itself (torch.optim), change gradients in on_before_optimizer_step, "
+            "which sees them all, or use pp=1."
         )
 
 
-def _mixes(optimizer: Optimizer) -> bool:
-    """Whether the gradient of one parameter changes the update of another; tried on two small ones.
+_STEPS = 12  # what grows from a first guess, or begins after a warm-up, shows in so many
+_GROUPS = 3  # so many groups are tried
 
-    False where it cannot be tried.
+
+class _Found(Enum):
+    """What steps on small parameters show."""
+
+    SEPARATE = "separate"
+    DRAWS = "draws"
+    MIXES = "mixes"
+
+
+def _compared(optimizer: Optimizer) -> _Found:
+    """Whether layers are updated together as each is alone, as on a rank of its own."""
+    held = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, Optimizer))]
+    own = [v for v, _ in walk([vars(one) for one in held]) if is_generator(v)]
+    before = [generator_words(generator) for generator in own]
+    for dtype in (torch.float64, torch.float32):
+        try:
+            both, again = (_moves(held, (0, 1), dtype, seed) for seed in (0, 1))
+            first, second = (_moves(held, (layer,), dtype, 0) for layer in (0, 1))
+        except Exception:
+            if dtype is torch.float32:
+                raise
+            continue
+        if not _same(both, again) or [generator_words(generator) for generator in own] != before:
+            return _Found.DRAWS
+        return _Found.SEPARATE if _same(first, both) and _same(second, both) else _Found.MIXES
+    raise AssertionError
+
+
+def _moves(
+    held: Sequence[Optimizer], layers: Sequence[int], dtype: torch.dtype, seed: int
+) -> dict[Any, Tensor]:
+    """How far steps with growing gradients move small ``layers``, each with a part in every group.
+
+    With it what they leave in numbers beside the parameters, in groups and attributes.
+    ``held`` are the optimizer and those inside of it; they are as before then.
     """
-    groups = optimizer.param_groups
-    before = [dict(group) for group in groups], dict(vars(optimizer)), dict(optimizer.state)
-    updated = []
-    try:
-        for factor in (1.0, 3.0):
-            optimizer.state.clear()
-            one, other = (torch.nn.Parameter(torch.full((2, 2), v)) for v in (1.0, 2.0))
-            gradients = partial(_give_gradients, one, other, factor)
-            gradients()
-            for group, kept in zip(groups, before[0], strict=True):
-                group.clear()
-                group.update(kept, params=[])
-            groups[0]["params"] = [one, other]
-            with torch.enable_grad():
-                optimizer.step(gradients)
-            updated.append(one.detach().clone())
-    except Exception:
-        return False
-    finally:
-        for group, kept in zip(groups, before[0], strict=True):
-            group.clear()
-            group.update(kept)
-        vars(optimizer).clear()
-        vars(optimizer).update(before[1])
-        optimizer.state.clear()
-        optimizer.state.update(before[2])
-    return not torch.allclose(updated[0], updated[1], rtol=1e-6, atol=0)
+    optimizer = held[0]
+    holder = nn.Module()
+    vars(holder)["held"] = [vars(one) for one in held]
+    with unchanged(holder), torch.enable_grad():
+        seed_all(seed)
+        for found, _ in walk(vars(holder)["held"]):
+            if isinstance(found, torch.Generator):
+                found.manual_seed(seed)
+        starts: dict[tuple[int, int, int], Tensor] = {}
+        parameters: dict[tuple[int, int, int], nn.Parameter] = {}
+        for one in held:
+            one.state.clear()
+            one._optimizer_step_pre_hooks = OrderedDict()
+            one._optimizer_step_post_hooks = OrderedDict()
+            groups = one.param_groups
+            groups[_GROUPS - 1 :] = groups[-1:] if len(groups) >= _GROUPS else []
+            for number, group in enumerate(groups):
+                matrices = {parameter.dim() > 1 for parameter in group["params"]} or {True, False}
+                group["params"] = []
+                sizes = [(4, 4) if matrix else (4,) for matrix in sorted(matrices)]
+                for layer, (place, size) in product(layers, enumerate(sizes)):
+                    key = (number, layer, place)
+                    if key not in parameters:
+                        starts[key] = _rising(size, 0.5 + layer, dtype)
+                        parameters[key] = nn.Parameter(starts[key].clone())
+                    group["params"].append(parameters[key])
+        if callable(getattr(optimizer, "train", None)):  # Some have a mode, as modules do.
+            optimizer.train()  # type: ignore[attr-defined]
+        for step in range(_STEPS):
+            optimizer.step(closure=partial(_give_gradients, parameters, step))
+        moves = {key: parameters[key].detach() - start for key, start in starts.items()}
+        return moves | _numbers(held)
 
 
-def _give_gradients(one: Tensor, other: Tensor, factor: float) -> float:
-    """A closure: its gradients depend on where the parameters are."""
-    one.grad, other.grad = 0.1 * one.detach(), 0.2 * factor * other.detach()
-    return 0.0
+def _numbers(held: Sequence[Optimizer]) -> dict[Any, Tensor]:
+    """Numbers that are one for all parameters of a group, or of the optimizer."""
+    tables = [table for one in held for table in (vars(one), *one.param_groups)]
+    return {
+        (name, place): torch.as_tensor(value, dtype=torch.float64)
+        for place, table in enumerate(tables)
+        for name, value in table.items()
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def _rising(size: tuple[int, ...], most: float, dtype: torch.dtype) -> Tensor:
+    return torch.linspace(0.1, most, math.prod(size), dtype=dtype).reshape(size)
+
+
+def _give_gradients(parameters: Mapping[tuple[int, int, int], nn.Parameter], step: int) -> Tensor:
+    """A closure: gradients of one layer grow, those of the other change their sign, too.
+
+    They depend on where the parameters are.
+    """
+    for (number, layer, _), parameter in parameters.items():
+        slope = _rising(tuple(parameter.shape), 1.0 + 2 * layer + number, parameter.dtype)
+        scale = 0.1 * (-1.3 if layer else 1.5) ** step
+        parameter.grad = scale * (slope + 0.1 * parameter.detach())
+    return torch.ones(())
+
+
+def _same(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
+    for key, number in one.items():
+        near = 1e-4 * float(number.abs().nan_to_num(0.0, 0.0).max())
+        if not torch.allclose(number, other[key], rtol=1e-4, atol=near, equal_nan=True):
+            return False
+    return True
 
 
 # -------------------------------------------------------------------------------------- loss scale

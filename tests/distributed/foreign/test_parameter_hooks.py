@@ -590,25 +590,160 @@ class Slow(Signed):
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
 
+class Steady(Normed):
+    """One step size for all parameters, as Prodigy and D-Adaptation have; ``see`` updates it."""
+
+    def see(self, group: Any, parameters: list[Any], size: float) -> float:
+        """How far the weights have come, by their gradients."""
+        for parameter in parameters:
+            start = self.state[parameter].setdefault("start", parameter.detach().clone())
+            came = float((parameter.grad * (start - parameter)).sum())
+            group["came"] = group.get("came", 0.0) + came
+            group["way"] = group.get("way", 0.0) + float(parameter.grad.abs().sum())
+        return max(size, group["came"] / group["way"])
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                size = group.setdefault("size", 1e-6)
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad.sign(), alpha=size)
+                group["size"] = self.see(group, group["params"], size)
+        return loss
+
+
+class Largest(Steady):
+    def see(self, group: Any, parameters: list[Any], size: float) -> float:
+        found = max(float(parameter.grad.abs().max()) for parameter in parameters)
+        return 1e-3 / max(found, 1.0)
+
+
+class Late(Steady):
+    """Begins to look across after five steps."""
+
+    def see(self, group: Any, parameters: list[Any], size: float) -> float:
+        group["n"] = group.get("n", 0) + 1
+        return super().see(group, parameters, size) if group["n"] > 5 else size
+
+
+class AcrossGroups(Steady):
+    def see(self, group: Any, parameters: list[Any], size: float) -> float:
+        every = [p for each in self.param_groups for p in each["params"]]
+        return 1e-3 / (1 + float(sum(p.grad.abs().sum() for p in every)))
+
+
+class PerWeight(Steady):
+    """A step size of each parameter's own, and a number that is the same on all ranks."""
+
+    def see(self, group: Any, parameters: list[Any], size: float) -> float:
+        for parameter in parameters:
+            self.state[parameter]["norm"] = float(parameter.grad.norm())
+            parameter.sub_(parameter.grad / (1 + self.state[parameter]["norm"]), alpha=0.1)
+        return size * 1.1
+
+
+class Polyak(Normed):
+    """By the loss and the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        found = [p for group in self.param_groups for p in group["params"]]
+        size = loss / (1 + sum(p.grad.square().sum() for p in found))
+        with torch.no_grad():
+            for parameter in found:
+                parameter.sub_(parameter.grad * size)
+        return loss
+
+
+class Around(Normed):
+    """Has an optimizer inside, whose groups are its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inside = torch.optim.Adam(self.param_groups)
+        self.param_groups = self.inside.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inside.step(closure)
+
+
+class Noisy(Signed):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-4)
+        return loss
+
+
+class NoisyByItself(Signed):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                noise = torch.rand(parameter.shape, generator=self.generator)
+                parameter.add_(noise, alpha=1e-4)
+        return loss
+
+
+_OTHERS = "updates a parameter by the gradients of others"
+_DRAWS = "draws random numbers"
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Normed, "updates a parameter by the gradients of others"),
-        (Sharpness, "updates a parameter by the gradients of others"),
+        (Normed, _OTHERS),
+        (Sharpness, _OTHERS),
+        (Steady, _OTHERS),
+        (Largest, _OTHERS),
+        (Late, _OTHERS),
+        (AcrossGroups, _OTHERS),
+        (Polyak, _OTHERS),
+        (Noisy, _DRAWS),
+        (NoisyByItself, _DRAWS),
         (Slow, "keeps tensors of the whole model"),
         (Signed, None),
+        (PerWeight, None),
+        (Around, None),
         (torch.optim.Adam, None),
     ],
 )
-def test_an_optimizer_that_needs_the_whole_model_is_refused(kind: Any, words: str | None) -> None:
-    optimizer = kind(Net().parameters(), lr=0.1)
-    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_optimizer_that_needs_the_whole_model_is_refused(
+    kind: Any, words: str | None, apart: bool
+) -> None:
+    owned = list(Net().parameters())
+    optimizer = kind([{"params": owned[::2]}, {"params": owned[1::2]}] if apart else owned, lr=0.1)
+    before = [p.detach().clone() for p in owned]
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    drawn = torch.get_rng_state()
     refused = nullcontext() if words is None else pytest.raises(ModelError, match=words)
     with refused:
         refuse_optimizers([optimizer], world_size=2, pipeline=2, on_nan="stop")
-    after = optimizer.param_groups[0]["params"]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(before, owned, strict=True))
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert str(groups) == str(optimizer.param_groups)
     assert not optimizer.state
+    assert not getattr(optimizer, "inside", optimizer).state
+
+
+class Fussy(Signed):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if len(self.param_groups[0]["params"][0]) == 4:
+            raise RuntimeError("too small")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_named() -> None:
+    optimizer = Fussy(Net().parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"Fussy could not be tried .*RuntimeError: too small"):
+        refuse_optimizers([optimizer], world_size=2, pipeline=2, on_nan="stop")
 
 
 class Moments(Net):
