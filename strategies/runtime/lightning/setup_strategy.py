@@ -121,7 +121,7 @@ class SetupStrategy(UpdatingStrategy):
             look_at_whole(trainer, module)
             self.whole.release(self._engine.model)
         self.model_to_device()
-        self._orders = None
+        self._groups.orders = None
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, HookState) for callback in callbacks):
             callbacks.insert(0, HookState(lambda: self.engine, lambda: self._overridden))
@@ -308,7 +308,7 @@ class SetupStrategy(UpdatingStrategy):
         self._alike = alike(everybody().everyone(rates(self.optimizers)))
         self.engine.updated_by(self.optimizers)
         self._main_optimizers = []
-        self._check_groups(saves=bool(self._overridden.saves))
+        self._groups.check(saves=bool(self._overridden.saves))
         mains = self.engine.mains
         mains.refresh()  # Somebody may have written weights since the last fit().
         self._main_optimizers = [

@@ -230,8 +230,8 @@ class PipelineStrategy(SetupStrategy):
             parts = super().lightning_module_state_dict()
         if not self._has_sights or self._hooks is None:
             return parts
-        self._sight = StateOnSight(parts, self._whole_in_hook)
-        return self._sight
+        self._writer.sight = StateOnSight(parts, self._whole_in_hook)
+        return self._writer.sight
 
     def _whole_in_hook(self) -> dict[str, Any] | None:
         """The whole state where it is to be had: in a hook, or behind a training."""

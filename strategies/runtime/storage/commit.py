@@ -8,15 +8,11 @@ the new one is complete, and goes when that is in its place.
 from __future__ import annotations
 
 import json
-import logging
 import mmap
-import os
 import shutil
 import threading
 import weakref
-import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +25,19 @@ from strategies.manifest import FORMAT, MANIFEST, OLD, TENSORS, UNFINISHED, VALU
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage.opened import PieceSavePlanner
 from strategies.runtime.storage.part import Part, Piece, own_share
+from strategies.runtime.storage.replacement import (
+    free_bytes,
+    put_in_place,
+    remove_old,
+    require_replaceable,
+    said_of,
+)
 from strategies.runtime.storage.tensor_files import (
     TensorWriter,
     sync_folder,
     write_durably,
     write_index,
 )
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +99,10 @@ def _describe(problem: Exception | None, job: Job) -> str | None:
         if isinstance(job.part, Part):
             needs = sum(piece.num_bytes for piece in job.part.pieces.values())
         return (
-            f"{_said(problem, job.path)}; this rank has {needs:,} bytes to write, and "
+            f"{said_of(problem, job.path)}; this rank has {needs:,} bytes to write, and "
             f"{free_bytes(job.path):,} bytes are free there"
         )
     return f"{type(problem).__name__}: {problem}"
-
-
-def _said(problem: OSError, path: Path) -> str:
-    """The system's words, with the file that they are about where it is not the checkpoint's."""
-    said = problem.strerror or str(problem)
-    file = problem.filename
-    staging = path.with_name(path.name + UNFINISHED)
-    known = not isinstance(file, str | Path) or Path(file).is_relative_to(staging)
-    return said if known or Path(file) == path else f"{said}: {file}"
-
-
-def tell_unwritten(problem: OSError, path: Path) -> str:
-    """Why a file cannot be written, with the bytes that are free there."""
-    return f"{_said(problem, path)} ({free_bytes(path):,} bytes are free there)"
-
-
-def free_bytes(path: Path) -> int:
-    """On the file system where a file is to be."""
-    return shutil.disk_usage(_existing(path)).free
 
 
 def _fail(job: Job, problem: Exception | None, rank: int, said: str) -> None:
@@ -133,53 +115,11 @@ def _fail(job: Job, problem: Exception | None, rank: int, said: str) -> None:
     ) from problem
 
 
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-
-
 def _prepare(staging: Path, path: Path) -> None:
     require_replaceable(path)
     for left in (staging, path.with_name(path.name + OLD + UNFINISHED)):
         shutil.rmtree(left, ignore_errors=True)
     staging.mkdir(parents=True)
-
-
-def require_replaceable(path: Path) -> None:
-    """Refuses to replace what is no checkpoint: neither a folder of ours nor a file of torch's.
-
-    Raises:
-        CheckpointError: It is something else.
-    """
-    there = path.exists() or path.is_symlink()
-    known = _is_checkpoint(path) or _is_empty_folder(path)
-    if there and not known:
-        raise CheckpointError(f"{path} exists and is no checkpoint, so it is not replaced")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or (path.is_file() and zipfile.is_zipfile(path))
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def put_in_place(staging: Path, path: Path) -> None:
-    """Gives a new checkpoint, a file or a folder, its name; the one that has it steps aside.
-
-    At every moment a whole checkpoint has the name, or the one with ``OLD`` behind it. A file that
-    replaces a file needs no step.
-    """
-    aside = path.with_name(path.name + OLD)
-    if path.is_dir() and not path.is_symlink() and _is_empty_folder(path):
-        path.rmdir()
-    elif _is_checkpoint(path) and (path.is_dir() or staging.is_dir()):
-        remove(aside)
-        os.rename(path, aside)
-    os.replace(staging, path)
-    sync_folder(path.parent)
-    with suppress(OSError):  # the new one is there, whatever becomes of the old one
-        remove(aside)
 
 
 def _write_part(job: Job, staging: Path, rank: int) -> dict[str, Any]:
@@ -236,29 +176,6 @@ def _commit(job: Job, staging: Path, written: list[Any]) -> None:
     write_durably(staging / MANIFEST, [seal(content).encode()])
     sync_folder(staging)
     put_in_place(staging, job.path)
-
-
-def remove_old(path: Path) -> None:
-    """Deletes a checkpoint that is no longer needed; one that cannot be deleted stays."""
-    try:
-        remove(path)
-    except OSError as error:
-        _log.warning(
-            "%s cannot be deleted: %s. Training goes on; delete it by hand.",
-            path,
-            error.strerror or error,
-        )
-
-
-def remove(path: Path) -> None:
-    """Deletes a checkpoint so that a crash in between leaves no half of it under its name."""
-    if path.is_dir() and not path.is_symlink():
-        dying = path.with_name(path.name + UNFINISHED)
-        shutil.rmtree(dying, ignore_errors=True)
-        os.rename(path, dying)
-        shutil.rmtree(dying)
-    elif path.exists() or path.is_symlink():
-        path.unlink()
 
 
 # --------------------------------------------------------------------------------------------------

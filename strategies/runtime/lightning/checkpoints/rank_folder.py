@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from strategies.errors import CheckpointError, DamagedCheckpointError
 from strategies.manifest import committed, find_damage, read_manifest
@@ -242,24 +241,6 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
     if path.is_file():
         return dict(read(path)["state_dict"])
     return Opened.of(path, _verified(path, Exchange(None))).whole_model()
-
-
-def name_optimizer_state(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """An optimizer's state keyed by parameter names."""
-    names = {id(parameter): name for name, parameter in named.items()}
-    plain = getattr(optimizer, "optimizer", optimizer)
-    groups = []
-    for group in plain.param_groups:
-        unknown = [p for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise CheckpointError(
-                "the optimizer updates a parameter that is no part of the module, so it has no "
-                "name in a checkpoint. Build optimizers from self.parameters()."
-            )
-        rest = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**rest, "params": [names[id(p)] for p in group["params"]]})
-    state = {names[id(parameter)]: dict(entry) for parameter, entry in plain.state.items()}
-    return {"state": state, "param_groups": groups}
 
 
 def random_state() -> dict[str, Any]:

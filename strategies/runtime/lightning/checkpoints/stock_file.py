@@ -12,7 +12,6 @@ import argparse
 import collections
 import importlib
 import importlib.util
-import io
 import os
 import pathlib
 import pickle
@@ -39,15 +38,16 @@ from strategies.models.state import kept_generators
 from strategies.runtime.lightning.checkpoints.whole_state import bring_together
 from strategies.runtime.lightning.data_order import is_order
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.storage.commit import (
+from strategies.runtime.storage.opened import Opened, strange_key
+from strategies.runtime.storage.part import Piece
+from strategies.runtime.storage.replacement import (
     free_bytes,
     put_in_place,
     remove,
     require_replaceable,
     tell_unwritten,
+    write_torch,
 )
-from strategies.runtime.storage.opened import Opened, strange_key
-from strategies.runtime.storage.part import Piece
 
 OWN = "foldpipe"  # the key of what is ours
 RANDOM = "foldpipe_random_state"
@@ -261,49 +261,12 @@ def _write_durably(checkpoint: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(path.name + UNFINISHED)
     try:
-        _save(checkpoint, staging)
+        write_torch(checkpoint, staging)
         put_in_place(staging, path)
     except BaseException:
         with suppress(OSError):
             remove(staging)
         raise
-
-
-def _save(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """``torch.save`` into a file, synced.
-
-    Raises:
-        OSError: It cannot be written. Torch itself raises a RuntimeError that names no cause.
-    """
-    with path.open("wb", buffering=0) as stream:
-        lasting = _Watched(stream)
-        try:
-            torch.save(dict(checkpoint), lasting)
-        except Exception as error:
-            raise (lasting.problem or error) from None
-        os.fsync(stream.fileno())
-
-
-class _Watched:
-    """A file that keeps the first error of a write."""
-
-    def __init__(self, stream: io.FileIO) -> None:
-        self._stream = stream
-        self.problem: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        written = 0
-        try:
-            while written < len(view):
-                written += self._stream.write(view[written:]) or 0
-        except OSError as error:
-            self.problem = self.problem or error
-            raise
-        return written
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -434,7 +397,7 @@ def export_file(
         else:
             rest = ("callbacks", "lr_schedulers", "optimizer_states", OWN, RANDOM)
             kept = {name: value for name, value in found.items() if name not in rest}
-            _save(_without_loaders(kept)[0], staging)
+            write_torch(_without_loaders(kept)[0], staging)
             with zipfile.ZipFile(staging, "a") as archive:
                 root = archive.namelist()[0].split("/")[0]  # torch looks nowhere else
                 for name, text in records.items():

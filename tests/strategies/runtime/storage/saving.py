@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strategies.errors import CheckpointError
-from strategies.runtime.lightning.checkpoints import checkpointing_strategy
+from strategies.runtime.lightning.checkpoints import rank_folder
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.storage.commit import Saver
@@ -42,7 +42,7 @@ def save(
 ) -> None:
     state = state_at(step, size)
     everyone = tuple(range(where.world_size))
-    checkpointing_strategy.save(
+    rank_folder.save(
         saver,
         state,
         path,
@@ -56,7 +56,7 @@ def save(
 
 def load(path: Path, *, size: int = 50, where: Coordinates = ALONE) -> dict[str, Any]:
     shapes = state_at(0, size)["state_dict"]
-    return checkpointing_strategy.load(
+    return rank_folder.load(
         path,
         exchange=Exchange(None),
         coordinates=where,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from strategies.errors import CheckpointError
-from strategies.runtime.lightning.checkpoints import checkpointing_strategy
+from strategies.runtime.lightning.checkpoints import rank_folder
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.storage import commit, tensor_files
 from strategies.runtime.storage.commit import Saver
@@ -48,7 +48,7 @@ def test_the_state_is_that_of_the_call(
 ) -> None:
     gate = Gate(monkeypatch)
     state = state_at(5, 20)
-    checkpointing_strategy.save(
+    rank_folder.save(
         saver,
         state,
         tmp_path / "a.ckpt",
@@ -146,7 +146,7 @@ def test_a_failure_of_the_thread_is_raised_by_the_next_check(
 def test_an_object_that_cannot_be_written_is_named(saver: Saver, tmp_path: Path) -> None:
     state = {"state_dict": {"w": torch.zeros(1)}, "callbacks": {"mine": {1, 2}}}
     with pytest.raises(CheckpointError, match=r"checkpoint\.callbacks\.mine is a set"):
-        checkpointing_strategy.save(
+        rank_folder.save(
             saver,
             state,
             tmp_path / "a.ckpt",
@@ -169,7 +169,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(saver: Saver, tmp_path: 
 
 def test_what_all_ranks_leave_to_each_other_is_noticed(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rank 0 left model:w to another rank, and none"):
-        checkpointing_strategy.save(
+        rank_folder.save(
             saver,
             {"state_dict": {"w": torch.zeros(3)}},
             tmp_path / "a.ckpt",
