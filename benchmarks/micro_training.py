@@ -403,12 +403,13 @@ def checkpoint(*, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    where = Path(tempfile.mkdtemp(dir=folder or None))
+    where, path, size = Path(tempfile.mkdtemp(dir=folder or None)), Path(), 0
     try:
         for in_thread in (False, True):
             clock, load = _train(where, in_thread=in_thread)
             assert clock.path is not None
-            size = total_bytes(read_manifest(clock.path))
+            path = clock.path
+            size = total_bytes(read_manifest(path))
             rows = {
                 "step without a save, ms": _ms(clock.quiet),
                 "  its CPU time": _ms(clock.quiet_cpu),
@@ -421,7 +422,7 @@ def checkpoint(*, folder: str) -> None:
             _WRITE(f"async_save={str(in_thread).lower()}: {size / 1e6:.0f} MB per checkpoint\n")
             for name, text in rows.items():
                 _WRITE(f"  {name.rstrip() + ':':29} {text}\n")
-        _WRITE(f"SHA-256 of the same bytes, ms:  {_hash_s(clock.path) * 1e3:.0f}\n")
+        _WRITE(f"SHA-256 of the same bytes, ms:  {_hash_s(path) * 1e3:.0f}\n")
         _WRITE(f"plain write and fsync, ms:      {_write_s(size, where) * 1e3:.0f}\n")
     finally:
         shutil.rmtree(where, ignore_errors=True)
