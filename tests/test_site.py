@@ -13,6 +13,7 @@ import pytest
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of
 
+pytestmark = pytest.mark.full  # Every build takes seconds: `make test-docs`.
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -2,7 +2,8 @@
 
 Whole pages and pictures, and blocks inside pages that are otherwise written by hand: between
 ``<!-- made: NAME -->`` and ``<!-- /made -->`` stands what NAME makes here. A test compares all of
-it with the files, so nothing that is read can be older than what makes it.
+it with the files (`make test-docs`; what costs little every day), so nothing that is read is older
+than what makes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- /made -->)", re.DOTALL)
+_SLOW = ("decisions", "memory_levers")
 
 
 def percent(share: float) -> str:
@@ -27,11 +29,15 @@ def difference(share: float) -> str:
     return "-" if abs(share) < 5e-4 else f"{share:+.1%}".replace("%", " %")
 
 
-def made() -> Iterator[tuple[Path, str]]:
-    """(file, what must stand in it) of every page, picture and block."""
+def made(*, quick: bool = False) -> Iterator[tuple[Path, str]]:
+    """(file, what must stand in it) of every page, picture and block.
+
+    Args:
+        quick: Leave out what takes seconds: the schedules' pages, and blocks of long simulations.
+    """
     from tools.docs import lever_table, schedule_pages, situations, slurm_reading
 
-    for name, text in schedule_pages.schedule_pages():
+    for name, text in schedule_pages.pictures() if quick else schedule_pages.schedule_pages():
         yield DOCS / name, text
     yield DOCS / "guides" / "reading-a-timeline.svg", schedule_pages.timeline_to_read()
     yield DOCS / "assets" / "schedules.svg", schedule_pages.two_schedules()
@@ -43,6 +49,8 @@ def made() -> Iterator[tuple[Path, str]]:
         "situations": situations.matrix,
         **slurm_reading.slurm_blocks(),
     }
+    if quick:
+        blocks = {name: make for name, make in blocks.items() if name not in _SLOW}
     for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if _BLOCK.search(text):
@@ -50,6 +58,8 @@ def made() -> Iterator[tuple[Path, str]]:
 
 
 def _filled(found: re.Match[str], blocks: Mapping[str, Callable[[], str]]) -> str:
+    if found[2] in _SLOW and found[2] not in blocks:
+        return found[0]
     return f"{found[1]}\n{blocks[found[2]]()}\n\n{found[3]}"
 
 

@@ -109,10 +109,16 @@ ADVICE = {
 
 def schedule_pages() -> Iterator[tuple[str, str]]:
     """(path below docs/, content) of every page and picture."""
+    yield from pictures()
     for name in sorted(SCHEDULES):
-        yield f"schedules/{name}.svg", _picture(name)
         yield f"schedules/{name}.md", _page(name)
     yield "schedules/custom.md", _custom()
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """The same of the pictures."""
+    for name in sorted(SCHEDULES):
+        yield f"schedules/{name}.svg", _picture(name)
 
 
 def schedule_table() -> str:
