@@ -136,6 +136,7 @@ check: install ## Formatting, lint, types, import layers, and that the tree has 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.ratchet
+	$(BIN)/python -m tools.mutants --check
 
 format: install ## Format, and repair what lint can repair by itself
 	$(BIN)/ruff format .

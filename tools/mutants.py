@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutants.txt"
 WORKER = ROOT / "tools" / "mutant_worker.py"
 PACKAGES = ("strategies", "launcher")
+FEWEST = 200  # A line that a change deletes gets a successor.
 LIMIT_S = 300.0
 _NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "runs", "outputs", ".*_cache", ".hypothesis", "node_modules"
@@ -103,17 +104,26 @@ def mutated(text: str, mutant: Mutant) -> str:
 
 def problems(mutants: Sequence[Mutant], root: Path) -> list[str]:
     """What would keep some of them from being run, and folders of the packages without any."""
+    texts: dict[str, str] = {}
+
+    def text(file: str) -> str:
+        if file not in texts:
+            texts[file] = (root / file).read_text(encoding="utf-8")
+        return texts[file]
+
     found = []
     for mutant in mutants:
         try:
-            mutated((root / mutant.file).read_text(encoding="utf-8"), mutant)
+            mutated(text(mutant.file), mutant)
         except (ListError, OSError) as error:
             found.append(str(error))
-        found += [
-            f"mutant {mutant.number}: {test}: there is no such file"
-            for test in mutant.tests
-            if not (root / test.partition("::")[0]).is_file()
-        ]
+        for test in mutant.tests:
+            file, _, name = test.partition("::")
+            function = name.partition("[")[0].rpartition("::")[2]
+            if not (root / file).is_file():
+                found.append(f"mutant {mutant.number}: {test}: there is no such file")
+            elif function and f"def {function}(" not in text(file):
+                found.append(f"mutant {mutant.number}: {test}: there is no such test")
     covered = {mutant.folder for mutant in mutants}
     folders = {
         str(path.parent.relative_to(root))
@@ -291,6 +301,7 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("--only", help="numbers, folders or files, with commas between them")
     parser.add_argument("--list", action="store_true", help="print them and run nothing")
+    parser.add_argument("--check", action="store_true", help="only whether lines and tests exist")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument("--verbose", action="store_true", help="print those that are killed, too")
     parser.add_argument("--from", dest="file", type=Path, default=root / "tools" / "mutants.txt")
@@ -300,11 +311,13 @@ def main(words: Sequence[str] | None = None, root: Path = ROOT) -> int:
         listed = read_list(asked.file.read_text(encoding="utf-8"))
         mutants = chosen(listed, asked.only) if asked.only else listed
         wrong = problems(listed, root)
+        if len(listed) < FEWEST and asked.file == LIST:
+            wrong.append(f"{asked.file.name} has {len(listed)} mutants, fewer than {FEWEST}")
         if asked.list:
             print("\n".join(str(mutant) for mutant in mutants))
         if wrong:
             raise ListError("\n".join(wrong))
-        if asked.list:
+        if asked.list or asked.check:
             return 0
         found = run_all(mutants, root, asked.jobs, verbose=asked.verbose)
     except ListError as error:

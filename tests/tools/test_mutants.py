@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from tools import mutants
-from tools.mutants import LIST, ROOT, ListError, Mutant, chosen, mutated, problems, read_list
+from tools.mutants import (
+    FEWEST,
+    LIST,
+    ROOT,
+    ListError,
+    Mutant,
+    chosen,
+    mutated,
+    problems,
+    read_list,
+)
 
 CODE = """LARGEST = 5
 
@@ -89,7 +99,7 @@ def run(tree: Path, capsys, *words: str) -> tuple[int, str]:
 def test_every_line_stands_once_and_every_folder_has_a_mutant():
     listed = read_list(LIST.read_text(encoding="utf-8"))
     assert problems(listed, ROOT) == []
-    assert len(listed) >= 170
+    assert len(listed) >= FEWEST
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in listed}) == len(listed)
 
 
@@ -124,8 +134,8 @@ def test_tests_that_fail_without_any_mutant_kill_none(tree, capsys):
     )
 
 
-def test_a_test_that_is_not_there_kills_none(tree, capsys):
-    text = KILLED.replace("test_the_larger", "test_that_is_gone")
+def test_a_case_that_is_not_there_kills_none(tree, capsys):
+    text = KILLED.replace("test_the_larger", "test_the_larger[gone]")
     (tree / "tools/mutants.txt").write_text(text)
     code, said = run(tree, capsys)
     assert code == 2
@@ -153,6 +163,23 @@ def test_a_folder_without_mutants_and_a_test_without_file_are_refused(tree, caps
         "mutant 1: tests/test_gone.py::test_the_larger: there is no such file\n"
         "strategies/ir/ has no mutant\n",
     )
+
+
+def test_a_check_runs_nothing_and_names_tests_that_are_gone(tree, capsys):
+    assert run(tree, capsys, "--check") == (0, "")
+    (tree / "tools/mutants.txt").write_text(KILLED.replace("test_the_larger", "test_gone[a-b]"))
+    assert run(tree, capsys, "--check") == (
+        2,
+        "mutant 1: tests/test_sizes.py::test_gone[a-b]: there is no such test\n",
+    )
+
+
+def test_a_list_that_has_become_short_is_refused(tmp_path, monkeypatch, capsys):
+    short = "\n\n".join(LIST.read_text(encoding="utf-8").split("\n\n")[: FEWEST - 2])
+    (tmp_path / "mutants.txt").write_text(short)
+    monkeypatch.setattr(mutants, "LIST", tmp_path / "mutants.txt")
+    assert mutants.main(["--check", "--from", str(tmp_path / "mutants.txt")]) == 2
+    assert f"mutants.txt has {FEWEST - 3} mutants, fewer than 200" in capsys.readouterr().err
 
 
 def test_a_mutant_keeps_the_indentation_and_changes_something():

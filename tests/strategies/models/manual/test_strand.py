@@ -35,7 +35,7 @@ def test_a_step_stands_gets_answers_and_returns():
     assert seen == [1, 2]
 
 
-def test_an_error_of_the_step_is_raised_where_it_is_resumed_once():
+def test_an_error_of_the_step_is_raised_where_it_is_resumed():
     def body(pause: Callable[[Any], Any]) -> None:
         pause("first")
         raise ValueError("in the step")
