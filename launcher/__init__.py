@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from types import TracebackType
 
 if sys.version_info < (3, 11) and sys.argv[:1] == ["-m"]:  # what pip would refuse
@@ -38,6 +40,31 @@ class _LibrariesFirst:
             here = {""}
         # None leaves it to Python's own search: of a checkout in which one stands.
         return PathFinder.find_spec(name, [place for place in sys.path if place not in here])
+
+
+def file_module(path: str) -> str:
+    """The name of a module that is nothing but this file, wherever Python looks.
+
+    >>> file_module("/x/queue.py")
+    '_file_2fx_2fqueue_2epy'
+    """
+    name = re.sub(rb"[^a-zA-Z0-9]", lambda found: b"_%02x" % ord(found[0]), os.fsencode(path))
+    return f"_file{name.decode()}"
+
+
+class _Files:
+    """Finds such a module again: in a loader's process that is spawned, say."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("_file_2f"):
+            return None
+        text = name.removeprefix("_file").encode()
+        file = re.sub(rb"_([0-9a-f]{2})", lambda found: bytes([int(found[1], 16)]), text)
+        return spec_from_file_location(name, os.fsdecode(file))
+
+
+sys.meta_path.append(_Files)
 
 
 def _while_importing(

@@ -13,17 +13,19 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import traceback
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from launcher import TAKEN_NAMES
+from launcher import TAKEN_NAMES, file_module
 from launcher.config.check_code import Code
 from launcher.config.decode import did_you_mean, nearest
 from launcher.config.key import require_name, shorten, spell
@@ -273,15 +275,27 @@ def source_files(path: str) -> tuple[Path, ...]:
 
 def _search_here() -> None:
     """``python -m launcher`` looks in the working directory; a console script does not."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    if "" not in sys.path:
+        _search_in(str(Path.cwd()))
+
+
+_FOLDERS: set[str] = set()  # of the user's, where Python looks
+
+
+def _search_in(folder: str, hides: bool = False) -> None:
+    """Python looks there: first, or last where a file of the folder would hide a library."""
+    hides |= not TAKEN_NAMES.isdisjoint(module.name for module in pkgutil.iter_modules([folder]))
+    if hides and folder in sys.path:
+        sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.insert(len(sys.path) if hides else 0, folder)
+    _FOLDERS.add(folder)
 
 
 def _module(key: str, path: str, place: str) -> tuple[ModuleType, str]:
     """The module of a path, and what of the path lies inside of it."""
     if place.endswith(".py"):
-        return _file(key, path, Path(place).expanduser().absolute()), ""
+        return _file(key, path, Path(os.path.abspath(Path(place).expanduser()))), ""
     known, rest = place, ""
     while True:
         try:
@@ -300,24 +314,42 @@ def _module(key: str, path: str, place: str) -> tuple[ModuleType, str]:
 
 
 def _file(key: str, path: str, file: Path) -> ModuleType:
-    name = file.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(file):
-        return known
     _require_file(key, path, file)
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # as for a script: its neighbours are importable
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    importlib.invalidate_caches()
     try:
-        spec.loader.exec_module(module)
+        module = importlib.import_module(_module_name(file))
     except (Exception, SystemExit) as reason:
-        del sys.modules[name]
         raise _not_imported(key, path, reason) from reason
+    for value in vars(module).values():
+        name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        _check_neighbour(key, path, file, str(name).partition(".")[0])
     return module
+
+
+def _module_name(file: Path) -> str:
+    """The file's own, where that means this file alone; else one that is made of its path."""
+    name, folder = file.stem, str(file.parent)
+    own = {"", str(Path.cwd()), folder, *_FOLDERS}
+    library = PathFinder.find_spec(name, [place for place in sys.path if place not in own])
+    hides = name in TAKEN_NAMES or (library is not None and library.origin is not None)
+    _search_in(folder, hides)  # as for a script: its neighbours are importable
+    known = sys.modules.get(name)
+    found = PathFinder.find_spec(name) if known is None else getattr(known, "__spec__", None)
+    same = found is not None and os.path.realpath(found.origin or "") == str(file.resolve())
+    return name if same and not hides else file_module(str(file))
+
+
+def _check_neighbour(key: str, path: str, file: Path, name: str) -> None:
+    """Refuses a neighbour whose name another folder of the user's has given away already."""
+    known = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    if known.name == "__init__.py":
+        known = known.parent
+    own = file.parent / known.name
+    if str(known.parent) in _FOLDERS and known.parent != file.parent and own.exists():
+        raise _error(key)(
+            f"{key}.path={path} imports {name}, which is {known} by now and not {own}: a process "
+            "has one module of a name. Try another name for one of them."
+        )
 
 
 def _require_file(key: str, path: str, file: Path) -> None:
@@ -366,6 +398,8 @@ def _missing(key: str, path: str, holder: object, word: str, base: type | None) 
     )
     close = did_you_mean(f"{key}.path={place}:{name}" for name in near)
     owner = getattr(holder, "__name__", type(holder).__name__)
+    if isinstance(holder, ModuleType) and place.endswith(".py"):
+        owner = Path(place).name
     return _error(key)(
         f"{key}.path={path}: {owner} has no {word}.{close or f' Try {key}.path={place}:NAME.'}"
     )

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import importlib
+import pickle
+import queue
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +89,65 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_path_is_a_module_or_a_file_of_the_working_directory(here, path: str, name: str):
     import_base = load_object("model", "own_nets:Base")
     assert load_object("model", path, base=import_base).__qualname__ == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["queue", "antigravity", "torch", "wandb", "launcher", "strategies", "own_in_site"],
+)
+def test_a_file_takes_the_place_of_no_library(here, monkeypatch, name: str):
+    site = here / "site"
+    site.mkdir()
+    (site / "own_in_site.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    for there in ("a", "b"):
+        (here / there).mkdir()
+        (here / there / f"{name}.py").write_text(
+            f"import queue, own_{there}\nclass Lit: there = '{there}', own_{there}.__name__\n"
+        )
+        (here / there / f"own_{there}.py").write_text("")
+    before = sys.modules.get(name)
+    found = [load_object("model", f"{there}/{name}.py:Lit") for there in ("a", "b")]
+    assert [kind.there for kind in found] == [("a", "own_a"), ("b", "own_b")]
+    assert found[0] is load_object("model", f"a/../a/{name}.py")
+    assert sys.modules.get(name) is before
+    assert sys.modules[found[0].__module__].queue.Empty is queue.Empty
+    spec = importlib.util.find_spec(name)
+    assert spec is None or not (spec.origin or "").startswith((f"{here}/a/", f"{here}/b/"))
+    assert pickle.loads(pickle.dumps(found)) == found
+    monkeypatch.delitem(sys.modules, found[1].__module__)  # as where a process was spawned
+    assert importlib.import_module(found[1].__module__).Lit.there == ("b", "own_b")
+    with pytest.raises(ModelError, match=rf"a/{name}\.py:Net: {name}\.py has no Net\."):
+        load_object("model", f"a/{name}.py:Net")
+
+
+def test_two_files_of_one_name_are_two_modules(here, monkeypatch):
+    for there in ("a", "b"):
+        (here / there).mkdir()
+        (here / there / "own_twin.py").write_text(f"class Lit: there = '{there}'\n")
+    monkeypatch.setattr(sys, "path", [str(here / "a"), *sys.path])  # as by PYTHONPATH
+    first, second = (load_object("model", f"{there}/own_twin.py:Lit") for there in ("a", "b"))
+    assert (first.there, second.there) == ("a", "b")
+    assert first.__module__ == "own_twin"  # stays what other files import
+    assert load_object("data", "a/own_twin.py") is first
+    assert load_object("data", "b/own_twin.py") is second
+    del sys.modules["own_twin"]  # b stands in front of a
+    assert load_object("model", "a/own_twin.py:Lit").there == "a"
+
+
+def test_neighbours_of_one_name_are_refused(here):
+    for there in ("a", "b"):
+        (here / there).mkdir()
+        (here / there / "own_help.py").write_text("def help(): ...\n")
+        (here / there / f"own_{there}.py").write_text("from own_help import help\nclass Lit: ...\n")
+    load_object("model", "a/own_a.py:Lit")
+    told = (
+        f"data.path=b/own_b.py imports own_help, which is {here}/a/own_help.py by now and not "
+        f"{here}/b/own_help.py: a process has one module of a name. Try another name for one of "
+        "them."
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
+        load_object("data", "b/own_b.py")
 
 
 @pytest.mark.parametrize(
