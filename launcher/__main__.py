@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.checkpoints import hold
+from launcher.checkpoints import hold, require_no_training
 from launcher.compose.execute import (
     make_run_folder,
     require_one_line,
@@ -242,6 +242,8 @@ def run_command(
     ``in_sweep``: whether it is one of several jobs.
     """
     name = COMMANDS[config.mode]
+    if config.mode != "train":
+        require_no_training(run_dir, config.mode)
     if config.mode in _ON_CLUSTERS:
         torchrun.refuse_stray(config)
         if config.cluster.name == "torchrun":

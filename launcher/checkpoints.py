@@ -152,6 +152,17 @@ def check_data(path: Path, run: Run) -> None:
         raise CheckpointError(problem)
 
 
+def require_no_training(run_dir: Path, mode: str) -> None:
+    """Refuses a folder whose figures are those of a training run, which ``mode`` would replace."""
+    there = sorted((run_dir / "checkpoints").glob("*.ckpt"))
+    if there:
+        raise PlanError(
+            f"{run_dir} is the folder of a training run, with checkpoints up to {there[-1].name}: "
+            f"mode={mode} would write over its result.json and its pictures. "
+            "Try another hydra.run.dir (of a sweep: hydra.sweep.dir)."
+        )
+
+
 def check_run_folder(run_dir: Path, resumed: Path | None) -> None:
     """Refuses to train into a folder with checkpoints that the run would take for its own."""
     folder = run_dir / "checkpoints"

@@ -301,6 +301,23 @@ def test_a_folder_in_which_another_run_writes_is_refused(words, tmp_path):
     launch_here(asked, tmp_path).assert_done()
 
 
+def test_the_folder_of_a_training_run_takes_no_other_run(tmp_path):
+    folder = tmp_path / "r"
+    (folder / "checkpoints" / "step-00000004.ckpt").mkdir(parents=True)
+    (folder / ".hydra").mkdir()
+    for name in ("result.json", "timeline.html", ".hydra/config.yaml"):
+        (folder / name).write_text("of the training")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    done = launch_here(["mode=simulate", "costs=uniform", "hydra.run.dir=r"], tmp_path)
+    assert done.code == 2
+    assert done.errors == (
+        f"error: {folder} is the folder of a training run, with checkpoints up to "
+        "step-00000004.ckpt: mode=simulate would write over its result.json and its pictures. "
+        "Try another hydra.run.dir (of a sweep: hydra.sweep.dir).\n"
+    )
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_file_system_that_locks_no_folders_has_a_file_locked(tmp_path, monkeypatch):
     lock = fcntl.flock
 
