@@ -88,6 +88,8 @@ class Groups:
         hint = did_you_mean(f"{group}={name}" for name in near)
         if group == "schedule":
             hint = meant_schedule(option, options) or hint
+            if option.lower() == "auto":
+                hint = " Try plan=auto."
         meant = meant_option(group, option)
         if meant is not None:
             hint = f" Did you mean {group}={meant}?"

@@ -47,8 +47,8 @@ MEANT_KEYS = {
     "tracking.run_name tracking.run tracking.id": "experiment_name=my_run",
     "zero_optimization.stage": "overlap=zero1",
     # Processes.
-    "np ranks num_ranks devices gpus num_gpus ngpus num_devices nproc nproc_per_node world_size "
-    "num_processes ntasks n_gpus gpu_ids": _PROCESSES,
+    "np ranks num_ranks devices gpus num_gpus ngpus num_device num_devices nproc nproc_per_node "
+    "world_size num_processes ntasks n_gpus gpu_ids": _PROCESSES,
     "num_nodes nnodes num_machines nodes": "cluster.nodes=2",
     "host port main_process_port master_port master_addr main_process_ip rdzv_endpoint "
     "rdzv_backend rdzv_id node_rank machine_rank local_rank standalone": _TORCHRUN,
@@ -60,6 +60,8 @@ MEANT_KEYS = {
     "vpp_size num_model_chunks model_chunks interleave pipeline_parallel_layers_per_stage":
         "schedule=interleaved_1f1b schedule.stages_per_rank=2",
     "pipeline_parallel_schedule pipeline_schedule pp_schedule": "schedule=1f1b",
+    "foldx_mode fold_mode": "schedule=foldx_fifo or schedule=foldx_aiao",
+    "memory_per_device memory_per_gpu device_memory gpu_memory": "planner.memory_gb=40",
     "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
     "tp_size tp_degree mp_size": "tp=2",
     "context_parallel context_parallel_size context_parallel_degree cp cp_size ulysses":
