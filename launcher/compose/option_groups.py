@@ -50,6 +50,9 @@ _TAKES_FILES = {
 }
 
 
+_MANY = 8  # options: where one of so many is near, the others are not listed
+
+
 @cache
 def conf_dir() -> Path:
     """Our own ``conf/``, absolute: inside the package in a wheel, beside it in a checkout."""
@@ -93,7 +96,10 @@ class Groups:
         meant = meant_option(group, option)
         if meant is not None:
             hint = f" Did you mean {group}={meant}?"
-        listed = ", ".join(options)
+        if (group, option.lower()) == ("schedule", "auto"):
+            hint = " Try plan=auto, which takes the fastest that fits."
+        some = not hint or len(options) < _MANY
+        listed = f" Options of {group}: {', '.join(options) or 'none'}." if some else ""
         extra = {
             "experiment": " To only name a run: experiment_name=NAME.",
             "callbacks": f" Try callbacks.{shorten(option, 20)}.path=lightning.pytorch.callbacks:"
@@ -127,10 +133,7 @@ class Groups:
                 f"{group}={shorten(option)} does not exist: {misplaced} is not where options of "
                 f"{group} are. {fix}"
             )
-        raise PlanError(
-            f"{group}={shorten(option)} does not exist.{hint} "
-            f"Options of {group}: {listed or 'none'}.{extra}"
-        )
+        raise PlanError(f"{group}={shorten(option)} does not exist.{hint}{listed}{extra}")
 
     def _misplaced(self, group: str, option: str) -> Path | None:
         """The user's file of that name in another place, which Hydra does not look into."""
@@ -373,7 +376,8 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         name = stray[0].lstrip("-").partition("=")[0]
         short = {"v": ("--verbose", "--version"), "V": ("--version",)}.get(name)
         near = did_you_mean(short or (nearest(stray[0].split("=")[0], flags) if name[2:] else ()))
-        hint = meant_key(name) or _own_key(name) or near or " Try --help."
+        value = stray[0].partition("=")[2] or (*arguments, "")[arguments.index(stray[0]) + 1]
+        hint = meant_key(name, value) or _own_key(name) or near or " Try --help."
         if name == "config":
             hint = f" {OWN_FILES}"
         # Without its value, which may be a credential.

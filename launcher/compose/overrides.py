@@ -289,7 +289,7 @@ def _unknown(name: str, value: str, groups: Groups, own: Collection[str]) -> Pla
         if option is None:
             hint = f"Did you mean {near[0]}=? Its options: {', '.join(options)}."
         return PlanError(f"{shorten(name)} is not a key. {hint}")
-    return unknown_key(name)
+    return unknown_key(name, value=value)
 
 
 # ``planner.explain=[tp=4,pp=8]``: in Hydra's grammar a list's entries with ``=`` need quotes.

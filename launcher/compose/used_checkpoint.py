@@ -7,7 +7,7 @@ interpolations see it. Code that a checkpoint names stays out, see ``launcher.co
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -34,7 +34,7 @@ def use_checkpoint(composed: DictConfig, hydra: DictConfig | HydraConf) -> None:
         default = value_at(LaunchConfig(), group).name
         if hydra.runtime.choices.get(group) != default or _typed(group, hydra):
             continue  # a model or data of the user's choice, with all their keys
-        with read_write(hydra), open_dict(composed):
+        with read_write(cast(DictConfig, hydra)), open_dict(composed):
             _set(composed, hydra, group, saved[group])
             hydra.runtime.choices[group] = saved[group]["name"]
 

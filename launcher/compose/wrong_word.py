@@ -41,6 +41,8 @@ def check_word(word: str) -> None:
         )
     if "_target_" in word:
         raise PlanError(f"{shorten(name)}: {NO_TARGET}")
+    if name == "mode" and value in TOOLS:
+        raise PlanError(f"{word}: {value} is no mode. Try python -m launcher {value}.")
     plain = plain_letters(word)
     if plain.startswith("-") and not word.startswith("-"):
         flag = plain if len(plain) == 2 else f"--{plain.lstrip('-')}"

@@ -6,6 +6,7 @@ with torch finds out (``launcher/rank/own_parts.py``).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _KEPT = {
     "data": ("name", "path", "args", "global_batch_size", "microbatch_size", "num_workers"),
     "optimizer": ("name", "path", "args", "lr", "warmup_steps", "min_lr_ratio", "schedule"),
 }
+# Where names alone are looked for first.
+_HOMES = {"callbacks": "lightning.pytorch.callbacks", "optimizer": "torch.optim"}
 # Whose processes run it, or check that they could.
 CODE_MODES = ("train", "validate", "eval", "predict")
 
@@ -171,6 +174,12 @@ def _check_group(config: LaunchConfig, group: str) -> None:
 
 def _check_path(key: str, path: str, *, named: bool = False) -> None:
     """``named``: whether a module alone is not enough."""
+    home = _HOMES.get(key.partition(".")[0])
+    bare = re.fullmatch(r"[A-Z]\w*", path) and not any(map(os.path.exists, (path, f"{path}.py")))
+    if home is not None and bare:
+        raise PlanError(
+            f"{key}.path={shorten(path)}: expected module:Class. Try {key}.path={home}:{path}."
+        )
     relative = path.startswith(".") and ".py" not in path  # a file may be ./nets.py
     if relative or not _PATH.fullmatch(path) or (named and ":" not in path):
         example = _EXAMPLES.get(key, "lightning.pytorch.callbacks:EarlyStopping")

@@ -8,6 +8,7 @@ user's YAML), and a value is never bent into another type except where nothing i
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import sys
@@ -18,7 +19,7 @@ from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from launcher.config.foreign_words import meant_key, meant_value
+from launcher.config.foreign_words import OTHER_SCALES, meant_key, meant_value
 from launcher.config.key import (
     Args,
     Key,
@@ -30,6 +31,7 @@ from launcher.config.key import (
     spell,
     type_hints,
 )
+from launcher.config.key import typed as spelt
 from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
 
@@ -157,17 +159,61 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text) is not None
 
 
-def unknown_key(path: str, *, nested: bool = False) -> KeyPlaceError:
+def unknown_key(path: str, *, nested: bool = False, value: str = "") -> KeyPlaceError:
+    """``value``: what was typed for it, which the key that was meant gets where it takes it."""
     assert not is_free(path, LaunchConfig)
     known = [entry.path for entry in keys_of(LaunchConfig)]
     candidates = [*known, *nodes_of(LaunchConfig), "experiment"]
     if nested:
         candidates = list(nodes_of(LaunchConfig))
-    hint = meant_key(path) or did_you_mean(nearest_keys(path, candidates))
+    hint = _with_value(path, meant_key(path, value), value)
+    hint = hint or did_you_mean(nearest_keys(path, candidates))
     if path in known:  # one key of a YAML file, dots and all
         outer, _, last = path.rpartition(".")
         hint = f" A file nests its keys: write `{last}: ...` indented below `{outer}:`."
     return KeyPlaceError(f"{shorten(path)} is not a key.{hint or ' --help lists all keys.'}", path)
+
+
+_ONE_KEY = re.compile(r" Try ([\w.]+)=([^\s,]+)\.")
+_PLACES = ("FOLDER", "TEXT", "IMAGE")
+
+
+def _with_value(path: str, hint: str, value: str) -> str:
+    """`` Try model.layers=8.`` with the user's own number."""
+    found = _ONE_KEY.fullmatch(hint)
+    if not value or found is None or {path, path.rpartition(".")[2]} & {*OTHER_SCALES}:
+        return hint
+    if found[2] in _PLACES:
+        return f" Try {spelt(found[1], value)}."
+    entry = next((one for one in keys_of(LaunchConfig) if one.path == found[1]), None)
+    if entry is None:
+        return hint
+    kinds = {*_kinds(entry.hint)}
+    number = meant_value(
+        entry.path,
+        value,
+        switch=bool in kinds,
+        whole=float not in kinds,
+        number=bool(kinds & {int, float}),
+    )
+    text = number or value
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = text
+    fits = _convert(given, entry.hint) is not _MISMATCH
+    return f" Try {spelt(entry.path, text)}." if fits and _inside(given, entry) else hint
+
+
+def _inside(value: object, entry: Key) -> bool:
+    if not isinstance(value, int | float):
+        return True
+    low, above, high = entry.low, entry.above, entry.high
+    return (
+        (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+    )
 
 
 def _convert(value: object, hint: object) -> object:

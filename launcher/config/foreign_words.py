@@ -46,8 +46,9 @@ MEANT_KEYS = {
     "tracking.notes tracking.note": "user.note=TEXT, which trackers get, too",
     "tracking.run_name tracking.run tracking.id": "experiment_name=my_run",
     "zero_optimization.stage": "overlap=zero1",
+    "foldx_mode fold_mode": "schedule=foldx_fifo or schedule=foldx_aiao",
     # Processes.
-    "np ranks num_ranks devices gpus num_gpus ngpus num_device num_devices nproc nproc_per_node "
+    "np ranks num_ranks devices gpus num_gpus ngpus num_devices num_device nproc nproc_per_node "
     "world_size num_processes ntasks n_gpus gpu_ids": _PROCESSES,
     "num_nodes nnodes num_machines nodes": "cluster.nodes=2",
     "host port main_process_port master_port master_addr main_process_ip rdzv_endpoint "
@@ -76,6 +77,7 @@ MEANT_KEYS = {
     "use_distributed_optimizer data_parallel_shard_degree overlap_param_gather": "overlap=zero1",
     "overlap_grad_reduce overlap_comm bucket_cap_mb":
         "overlap=grad_reduce, with overlap.bucket_mb=25",
+    "memory_per_device device_memory gpu_memory memory_per_gpu": "planner.memory_gb=80",
     "queue": "cluster=slurm cluster.partition=gpu",
     "reservation nodelist exclude dependency nice": _SBATCH,
     "cpus_per_task cpus ncpus": "cluster.cpus_per_task=8",
@@ -190,7 +192,23 @@ _MEANT_OPTIONS = {
         "true": "full", "on": "full", "checkpoint": "full", "everything": "full", "all": "full",
         "uniform": "full", "block": "layer", "false": "none", "off": "none", "no": "none",
     },
-    "tracking": {"tb": "tensorboard", "false": "none", "null": "none", "w&b": "wandb"},
+    "optimizer": {
+        **{
+            name.lower(): f"class optimizer.path=torch.optim:{name}"
+            for name in (
+                "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
+                "Rprop",
+            )
+        },
+        "lion": "class optimizer.path=lion_pytorch:Lion, of pip install lion-pytorch",
+        **{
+            name.lower(): f"class optimizer.path=bitsandbytes.optim:{name}, of pip install "
+            "bitsandbytes" for name in ("Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdamW8bit")
+        },
+    },
+    "tracking": {
+        "tb": "tensorboard", "false": "none", "null": "none", "w&b": "wandb", "true": "wandb",
+    },
 }  # fmt: skip
 _MEANT_VALUES = {
     # Lightning's own short names, and what others call the same.
@@ -253,15 +271,33 @@ def plain_letters(text: str) -> str:
     return text.translate(_LETTERS)
 
 
-def meant_key(path: str) -> str:
-    """`` Try ...`` for a key that others have; empty for one that nobody has."""
+def meant_key(path: str, value: str = "") -> str:
+    """`` Try ...`` for a key that others have; empty for one that nobody has.
+
+    ``value``: for the words that have it in their names.
+    """
     plain = path.lower().replace("-", "_")
-    name = plain.rpartition(".")[2]
+    name, said = plain.rpartition(".")[2], value.strip().lower()
+    if (name, said) in _MEANT_WORDS:
+        return f" Try {_MEANT_WORDS[name, said]}."
     for wanted in (plain, name):
         for names, ours in MEANT_KEYS.items():
             if wanted in names.split():
                 return f" Try {ours.format(name=name)}."
     return ""
+
+
+# Other keys whose value means another thing there: a rate and not its share, all and not per rank.
+OTHER_SCALES = (
+    "min_lr", "min_learning_rate", "data.split", "data.test_split", "schedule.stages",
+    "schedule.num_stages", "schedule.virtual_stages", "schedule.chunks",
+)  # fmt: skip
+_MEANT_WORDS = {
+    **{(name, mode): f"schedule=foldx_{mode}" for name in ("foldx_mode", "fold_mode")
+       for mode in ("fifo", "aiao")},
+    **{(name, "true"): f"tracking={name}" for name in ("wandb", "tensorboard")},
+    **{(name, "false"): "tracking=csv" for name in ("wandb", "tensorboard")},
+}  # fmt: skip
 
 
 def meant_option(group: str, option: str) -> str | None:
