@@ -602,7 +602,7 @@ def test_a_worker_reads_its_configuration_without_hydra():
         ("trainer.devices=4", "Try pp=, dp= and tp=, whose product is the number of processes."),
         ("gpus=4", "Try pp=, dp= and tp="),
         ("trainer.strategy=ddp", "Try schedule=, pp="),
-        ("optimizer.learning_rate=1", "Try optimizer.lr=3e-4."),
+        ("optimizer.learning_rate=1", "Try optimizer.lr=1."),
         ("cluster.qos=a", "Try cluster=slurm, or without cluster.qos."),
         ("cluster.nodelist=a", "Try \"cluster.extra=['--nodelist=VALUE']\""),
         ("cluster.modules=a", 'Try "cluster.setup=['),

@@ -171,12 +171,19 @@ def test_the_archive_has_all_that_the_page_imports_and_nothing_that_needs_more()
     assert {"launcher.resolve", "strategies.compiler"} <= known & loaded
 
 
+# CPython for browsers comes without these modules of the standard library.
+ABSENT = ("resource", "fcntl", "termios", "pwd", "grp", "syslog", "tty", "pty", "curses")
+
+
 def test_the_page_answers_without_the_modules_that_a_browser_has_not():
-    """CPython for browsers comes without these modules of the standard library."""
-    absent = ("resource", "fcntl", "termios", "pwd", "grp", "syslog", "tty", "pty", "curses")
+    """Nor does any other module that is packed, imported now or later, need them."""
+    files = [path.relative_to(ROOT).with_suffix("") for path in modules("launcher.playground")]
+    packed = [".".join(file.parts).removesuffix(".__init__") for file in files]
     probe = f"""
-import json, sys
-sys.modules |= dict.fromkeys({absent!r})
+import importlib, json, sys
+sys.modules |= dict.fromkeys({ABSENT!r})
+for name in {packed!r}:
+    importlib.import_module(name)
 from launcher.playground import Options, answer
 print(answer({FIRST!r}, Options(**json.load(sys.stdin)))["result"]["makespan"])
 """
