@@ -165,6 +165,12 @@ def install_words(package: str) -> str:
     return f"pip install '{requirement}'"
 
 
+def one_line(error: BaseException) -> str:
+    """A library's error in a message: its kind and the first line, without C++ frames."""
+    first = without_stack(str(error)).strip().partition("\n")[0].strip()
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 # -------------------------------------------------------------------------- synchronous reductions
 # What to say where reductions wait inside their calls. Torch-free: the parent can say it first.
 

@@ -61,7 +61,6 @@ MEANT_KEYS = {
     "vpp_size num_model_chunks model_chunks interleave pipeline_parallel_layers_per_stage":
         "schedule=interleaved_1f1b schedule.stages_per_rank=2",
     "pipeline_parallel_schedule pipeline_schedule pp_schedule": "schedule=1f1b",
-    "foldx_mode fold_mode": "schedule=foldx_fifo or schedule=foldx_aiao",
     "memory_per_device memory_per_gpu device_memory gpu_memory": "planner.memory_gb=40",
     "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "
     "tp_size tp_degree mp_size": "tp=2",

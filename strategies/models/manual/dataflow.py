@@ -125,6 +125,8 @@ class Flow:
 class FlowProbe(Probe):
     """Also records which values each call and operation takes, and where segments end."""
 
+    refuses_gradients = False
+
     def __init__(self, *args: Any, lenient: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.nodes: list[Node] = []

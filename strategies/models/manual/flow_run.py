@@ -92,6 +92,8 @@ Report = Action | Waits | Reached | Returned
 class Scout(ShapeMode):
     """Goes through a step without any value, to see which way it takes this time."""
 
+    refuses_gradients = False
+
     def __init__(
         self, units: list[nn.Module], device: torch.device, cache: dict[Hashable, Outcome]
     ) -> None:
@@ -169,6 +171,8 @@ class FlowRun(ShapeMode):
     rest is as for ``StageRun``. ``pause`` stops the step and tells why; ``hand`` has the whole
     batch's values for this microbatch's rows.
     """
+
+    refuses_gradients = False
 
     def __init__(
         self,

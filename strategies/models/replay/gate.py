@@ -29,6 +29,7 @@ from strategies.errors import ModelError
 from strategies.models.contents import PLAIN, Kind, kind_of
 from strategies.models.nested import replaced
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, exchange, user_line
+from strategies.models.replay.side_effects import watched
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import kept_generators
 from strategies.models.step_state import StepState
@@ -78,7 +79,53 @@ def gated(
     if loggers:
         changes.append((vars(trainer), "_loggers", [_Unwritten(each) for each in loggers]))
     changes.append((vars(torch.nn.modules.module), "BackwardHook", _BackwardHook))
+    if module.automatic_optimization:
+        strategy: Any = getattr(trainer, "strategy", None)
+        names = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
+        changes += steps_refused(module, *(getattr(strategy, name, ()) for name in names))
     return replaced(changes)
+
+
+def steps_refused(
+    module: LightningModule | None, *steppers: Any
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Changes by which an automatic step cannot do what is done once per batch.
+
+    ``steppers`` are lists of optimizers and of schedules' configurations; those that are made when
+    a step asks for them have changes of their own.
+    """
+    changes = [(vars(module), name, _Stepping(name)) for name in _BY_HAND if module is not None]
+    for each in (each for found in steppers if type(found) is list for each in found):
+        stepper = getattr(each, "scheduler", each)
+        kind = type(getattr(stepper, "_optimizer", stepper)).__name__
+        changes += [
+            (vars(stepper), name, _Stepping(f"{kind}.{name}"))
+            for name in ("step", "zero_grad")
+            if hasattr(stepper, name)
+        ]
+    return changes
+
+
+_BY_HAND = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+
+
+class _Stepping:
+    """Stands for a method that an automatic step must not call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise stepping(f"calls {self._name}")
+
+
+def stepping(what: str) -> ModelError:
+    return ModelError(
+        f"{user_line()}: a step {what}. A pipeline runs it once per microbatch and stage, before "
+        "the gradients are complete. Look at gradients in on_before_optimizer_step, which sees "
+        "those of all parameters, let configure_optimizers() return schedules, or set "
+        "self.automatic_optimization = False, with which that happens once per batch."
+    )
 
 
 class _BackwardHook(BackwardHook):
@@ -138,8 +185,8 @@ def call_step(
     arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
     with _STEPS.versions_counted():
         if dataloader_idx is None or mode == "train":
-            return step(*arguments)
-        return step(*arguments, dataloader_idx)
+            return watched(step, *arguments)
+        return watched(step, *arguments, dataloader_idx)
 
 
 STEP_FRAME = call_step.__code__

@@ -301,6 +301,14 @@ def works_in(file: str) -> bool:
     return False
 
 
+def reads_gradient() -> bool:
+    """Whether a gradient is looked at for itself, not to move a module to another device."""
+    for frame in _frames():
+        if not frame.f_code.co_filename.startswith(_MODELS):
+            return frame.f_code is not torch.nn.Module._apply.__code__
+    return False
+
+
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

@@ -6,7 +6,7 @@ the record into a ``Path``. Refuses what no cut can make right, with the user's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, GeneratorType
 from typing import Any
@@ -132,6 +132,9 @@ class Probe(ShapeMode):
         self._norms: dict[int, int] = {}
         self.record.places.append([Place(0, 0, None)])
 
+    # Looks at values that get the other answer than a zero gives, by number.
+    turned: Collection[int] = ()
+
     def tracked(self, tensor: Tensor) -> bool:
         """Also tensors that a layer computed from made-up data: their use is refused."""
         return super().tracked(tensor) or made_up_by(tensor) is not None
@@ -224,6 +227,8 @@ class Probe(ShapeMode):
         elif outcome.exact:
             self._cache[key] = outcome
         result = self.instantiate(outcome, metas, args, kwargs)
+        if outcome.dependent and len(self.record.deferred) - 1 in self.turned:
+            result = _other_answer(result)
         note_size(func, args, kwargs, result)
         self._note_writes(storages)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
@@ -383,6 +388,10 @@ class Probe(ShapeMode):
                     "of a tensor that does not. Other stages cannot follow that; build the tensor "
                     "with torch.stack or torch.cat, or write out[...] = value directly."
                 )
+
+
+def _other_answer(value: Any) -> Any:
+    return type(value)(not value) if isinstance(value, bool | int | float) else value
 
 
 def _parameters_of(module: nn.Module) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, one_line
 from strategies.models.collectives import shapes_only
 from strategies.models.contents import (
     generator_words,
@@ -32,6 +32,12 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
 from strategies.models.replay.rows.value_run import seed_all
+from strategies.models.replay.side_effects import (
+    SideEffectError,
+    files_at_rest,
+    hooks_at_rest,
+    install_capturing,
+)
 from strategies.models.replay.unit_search import alike, has_branches, select_units, units_to_open
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import Generators, own_generators
@@ -39,6 +45,7 @@ from strategies.models.step_places import ABSENT
 from strategies.models.step_state import StepState
 
 P = TypeVar("P", bound=Probe)
+_GUARDS = 30  # of a step that stops where a value is not as it should be
 _TRIES = 8  # of a step that leaves out layers at random
 
 
@@ -180,8 +187,60 @@ def run_probe(
 ) -> tuple[P, Any, bool]:
     """The probe behind a step, what the step returned, and whether it wrote into its batch.
 
-    The step runs inside of ``around``, given the probe.
+    The step runs inside of ``around``, given the probe. A look at a value is answered as a zero
+    would; where the step cannot go on with that (``assert loss > 0``), by the other answer.
+
+    Raises:
+        ModelError: The step cannot go on with either answer, or for other reasons.
     """
+    turned: list[int] = []
+    found: tuple[P, Any, bool] | None = None
+    while True:
+        last = None
+        try:
+            found = _run_probe(
+                module, units, table, mode, batch, batch_idx, cache, make, around, dataloader_idx,
+                turned,
+            )  # fmt: skip
+            skips = mode == "train" and module.automatic_optimization and found[1] is None
+            if skips and found[0].record.deferred:
+                last = len(found[0].record.deferred) - 1
+            if last is None or last in turned:
+                return found
+        except _StoppedError as stopped:
+            last = stopped.look
+            if last in turned or len(turned) > _GUARDS:
+                if found is not None:
+                    return found
+                raise stopped.refusal from stopped.refusal.__cause__
+        except ModelError:
+            if found is not None:  # It was the first answer with which the step can go on.
+                return found
+            raise
+        turned.append(last)
+
+
+class _StoppedError(Exception):
+    """A step has ended by an error of its own after its look number ``look`` at a value."""
+
+    def __init__(self, refusal: ModelError, look: int) -> None:
+        super().__init__(refusal)
+        self.refusal, self.look = refusal, look
+
+
+def _run_probe(
+    module: LightningModule,
+    units: dict[str, nn.Module],
+    table: ParameterTable,
+    mode: Mode,
+    batch: Any,
+    batch_idx: int,
+    cache: dict[Hashable, Outcome],
+    make: Callable[..., P],
+    around: Callable[[P], AbstractContextManager[Any]],
+    dataloader_idx: int | None,
+    turned: Collection[int],
+) -> tuple[P, Any, bool]:
     step = STEP_NAMES[mode]
     batch = cloned(batch)
     held = [id(leaf) for leaf in leaves(batch)]
@@ -195,11 +254,15 @@ def run_probe(
         cache=cache,
         step=step,
     )
+    probe.turned = turned
     logs = LogCapture(lambda value: _note_log(probe, value))
     begun, own = Generators.now(), own_generators(module)
+    captures: list[nn.Module] = []
     with (
         unchanged(module),
         _iterators_at_rest(module, step),
+        files_at_rest(module),
+        hooks_at_rest(module, captures),
         torch.inference_mode(False),
         torch.set_grad_enabled(mode == "train"),
         table.shown(),
@@ -213,13 +276,21 @@ def run_probe(
                 result = call_step(module, mode, batch, batch_idx, dataloader_idx)
             drawn = any(not generator.get_state().equal(state) for generator, state in own)
             probe.record.drew = drawn or not begun.are_now()
+        except SideEffectError as error:  # It may be a report before the step gives up.
+            if probe.record.deferred:
+                raise _StoppedError(error, len(probe.record.deferred) - 1) from error
+            raise
         except ModelError:
             raise
         except Exception as error:
             refused = probe.record.refused
             if refused is not None and str(refused) in str(error):  # load_state_dict() does so.
                 raise refused from error
-            raise _unsupported(error, probe, step, type(module).__name__) from error
+            unsupported = _unsupported(error, probe, step, type(module).__name__)
+            unsupported.__cause__ = error
+            if probe.record.deferred:
+                raise _StoppedError(unsupported, len(probe.record.deferred) - 1) from error
+            raise unsupported from error
         probe.on_read(result)
         for leaf in leaves(result if isinstance(result, dict) else ()):
             if isinstance(leaf, Hole) and leaf.value is not None:
@@ -227,6 +298,7 @@ def run_probe(
         written = [id(leaf) for leaf in leaves(batch)] != held or any(
             isinstance(tensor, Hole) or tensor._version != version for tensor, version in versions
         )
+    install_capturing(captures)
     return probe, result, written
 
 
@@ -352,8 +424,9 @@ def _unsupported(error: Exception, probe: Probe, step: str, module: str) -> Mode
     if probe.record.deferred:
         what = probe.record.deferred[0][1]
         return ModelError(
-            f"{what}, and {step} could not go on without ({type(error).__name__}: {error}). Keep "
-            "it a tensor (torch.where, masks), or do it after the last layer."
+            f"{what}, and {step} could not go on without, as the answer was that of a zero or of a "
+            f"one ({one_line(error)}). Keep it a tensor (torch.where, masks), or "
+            "look at what the step returns in on_train_batch_end or on_validation_batch_end."
         )
     line = error_line(error.__traceback__)
     if isinstance(error, AttributeError) and str(error).startswith(f"'{module}' object has no"):
@@ -364,7 +437,7 @@ def _unsupported(error: Exception, probe: Probe, step: str, module: str) -> Mode
         )
     return ModelError(
         f"{line}: {step} cannot run on shapes alone "
-        f"({type(error).__name__}: {error}). If the step works with pp=1, move what needs data "
+        f"({one_line(error)}). If the step works with pp=1, move what needs data "
         "into a layer with parameters, or declare the units yourself."
     )
 

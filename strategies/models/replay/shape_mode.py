@@ -19,7 +19,14 @@ from torch.overrides import TorchFunctionMode
 from strategies.errors import ModelError
 from strategies.models.collectives import is_collective, refuse_own_group
 from strategies.models.nested import is_plain, leaves, rebuild, signature, tensors
-from strategies.models.replay.gate import KeptObjects, StageDone, enter_unit, unchanged, unwatched
+from strategies.models.replay.gate import (
+    KeptObjects,
+    StageDone,
+    enter_unit,
+    stepping,
+    unchanged,
+    unwatched,
+)
 from strategies.models.replay.hole import (
     Args,
     Function,
@@ -30,6 +37,7 @@ from strategies.models.replay.hole import (
     dataless,
     exchange,
     operation_name,
+    reads_gradient,
     user_line,
 )
 from strategies.models.replay.inference import (
@@ -80,6 +88,8 @@ class ShapeMode(TorchFunctionMode):
         cache: Outcomes by signature, shared by all replays of a module and mode.
     """
 
+    refuses_gradients = True  # manual optimization has words of its own for that
+
     def __init__(
         self, units: list[nn.Module], device: torch.device, cache: MutableMapping[Hashable, Outcome]
     ) -> None:
@@ -126,6 +136,13 @@ class ShapeMode(TorchFunctionMode):
             refuse_own_group(func, kwargs)
         if not self._any_tracked(args) and not (kwargs and self._any_tracked(kwargs.values())):
             return self.plain(func, args, kwargs)
+        if (
+            self.refuses_gradients
+            and getattr(func, "__self__", None) is Tensor.grad
+            and reads_gradient()
+            and (isinstance(args[0], nn.Parameter) or getattr(args[0], "parameter", None))
+        ):
+            raise stepping("reads or changes gradients (.grad, clip_grad_norm_)")
         like = func in _LIKE or (func in _DRAWN_LIKE and self._inside is None)
         if like and not any(self.tracked(a) for a in args[1:] if isinstance(a, Tensor)):
             model = args[0].spec.zeros() if isinstance(args[0], Hole) else args[0].detach()

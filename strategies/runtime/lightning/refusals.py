@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, one_line
 from strategies.models.contents import generator_words, is_generator, walk
 from strategies.models.replay.gate import unchanged
 from strategies.models.replay.rows.value_run import seed_all
@@ -166,7 +166,7 @@ def _refuse_mixing(optimizer: Optimizer) -> None:
     except Exception as error:
         rank_zero_warn(
             f"the optimizer {kind.__name__} could not be tried on small parameters "
-            f"({type(error).__name__}: {error}). Each rank of a pipeline updates its own "
+            f"({one_line(error)}). Each rank of a pipeline updates its own "
             "parameters, so it must treat each of them by itself."
         )
         return
@@ -174,8 +174,8 @@ def _refuse_mixing(optimizer: Optimizer) -> None:
         raise ModelError(
             f"the optimizer {kind.__name__} draws random numbers: two runs of {_STEPS} steps from "
             "the same weights end at different ones, and ranks of a pipeline would not draw what "
-            "one process draws. Add the noise to gradients in on_before_optimizer_step, which "
-            "sees them all, or use pp=1."
+            "one process draws. Use an optimizer of torch.optim and add the noise to the "
+            "gradients in on_before_optimizer_step, which sees them all, or use pp=1."
         )
     if found is _Found.MIXES:
         raise ModelError(

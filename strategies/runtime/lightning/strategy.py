@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -26,6 +27,7 @@ from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import gather
 from strategies.models.logs import captured_logs
 from strategies.models.replay.gate import takes_batch_idx
+from strategies.models.replay.side_effects import SideEffectError, watched
 from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_passes import PassResult
@@ -409,7 +411,8 @@ class PipelineStrategy(SetupStrategy):
         """Runs a step that cannot be cut as a hook runs: on every rank, with the whole model."""
         module, name = self.lightning_module, STEP_NAMES[mode]
         assert module is not None and self._hooks is not None
-        if self.coordinates.tp > 1 or self.coordinates.ep > 1:
+        parts = self.coordinates.tp > 1 or self.coordinates.ep > 1
+        if parts or isinstance(refused, SideEffectError):
             raise refused
         self.engine.mirror.share()  # Batches before may have been cut, and left it on one rank.
         none = isinstance(refused, NoLayersError)  # An early return, which needs no weights.
@@ -421,7 +424,8 @@ class PipelineStrategy(SetupStrategy):
         self._uncut_told |= set() if none else {mode}
         self.engine.complete()
         with captured_logs(module) as logs:
-            output = self._hooks.run(module, name, lambda: getattr(module, name)(batch, *indices))
+            step = partial(watched, getattr(module, name), batch, *indices)
+            output = self._hooks.run(module, name, step)
         return self.engine.share_logs(logs.calls(), output)
 
     @property

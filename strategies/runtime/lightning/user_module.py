@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -25,7 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from strategies.errors import DataError, ModelError
 from strategies.models.nested import replaced
-from strategies.models.replay.gate import MARKER, unchanged, unwatched
+from strategies.models.replay.gate import MARKER, steps_refused, unchanged, unwatched
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.state import Generators
 from strategies.models.unit_model import HasUnits, UnitModel
@@ -248,6 +248,7 @@ def _as_in_training(
     attributes = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
     before = dict(vars(loop)), {name: getattr(strategy, name) for name in attributes}
     asked: list[Any] = []
+    gates = ExitStack()
 
     def made(index: int) -> list[Any]:
         if not asked:
@@ -257,6 +258,7 @@ def _as_in_training(
             if strategy.coordinates.pp > 1:
                 hide_states(optimizers)
             wrapped = [LightningOptimizer._to_lightning_optimizer(o, strategy) for o in optimizers]
+            gates.enter_context(replaced(steps_refused(None, optimizers, wrapped, schedulers)))
             asked.extend((optimizers, wrapped, schedulers))
         found: list[Any] = asked[index]
         return found
@@ -273,6 +275,7 @@ def _as_in_training(
     try:
         yield
     finally:
+        gates.close()
         vars(loop).clear()
         vars(loop).update(before[0])
         for name, value in before[1].items():

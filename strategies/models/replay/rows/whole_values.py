@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, one_line
 from strategies.models.nested import rebuild
 from strategies.models.replay.hole import (
     Args,
@@ -351,7 +351,7 @@ def _shape(draw: Draw) -> torch.Size | None:
 def few_rows(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> ModelError:
     """The refusal of a step that cannot run on a microbatch."""
     line = error_line(error.__traceback__)
-    said = f"{type(error).__name__}: {error}"
+    said = one_line(error)
     if behind:
         return ModelError(
             f"{line}: {step} runs on the {rows} rows of a batch, but behind its last layer not on "

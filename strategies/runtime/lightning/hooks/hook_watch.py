@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, one_line
 from strategies.models.nested import replaced
 from strategies.models.replay.gate import unchanged
 from strategies.models.replay.hole import Hole
@@ -249,7 +249,7 @@ class OwnBackward:
                 raise
             except Exception as error:
                 raise self._refusal(
-                    f"cannot run on a number in place of the loss ({type(error).__name__}: {error})"
+                    f"cannot run on a number in place of the loss ({one_line(error)})"
                 ) from error
 
     def _run(self, loss: Tensor) -> float:

@@ -1,6 +1,7 @@
 """Every refusal is one ModelError with the user's line and what to change."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -418,3 +419,131 @@ def test_shared_batch_norm_keeps_its_calls_on_one_stage():
 
     model = ReplayModel.probe(Shared().double(), batch())
     assert [unit.name for unit in model.units] == ["layers.0", "norm", "head"]
+
+
+class Stepping(Stack):
+    """Does ``act`` behind its layers, with an optimizer and a schedule at hand."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        loss = self.loss(x, batch[1])
+        self.act(self, loss)
+        return loss
+
+
+STEPPING = {
+    "grad": lambda self, loss: self.head.weight.grad,
+    "grad_of_a_layer": lambda self, loss: [p.grad for p in self.layers[0].parameters()],
+    "zero_grad": lambda self, loss: self.zero_grad(),
+    "clip_grad_norm_": lambda self, loss: nn.utils.clip_grad_norm_(self.parameters(), 1.0),
+    "SGD.zero_grad": lambda self, loss: self.trainer.strategy._optimizers[0].zero_grad(),
+    "SGD.step": lambda self, loss: self.trainer.strategy._optimizers[0].step(),
+    "StepLR.step": lambda self, loss: self.lr_schedulers().step(),
+    "manual_backward": lambda self, loss: self.manual_backward(loss),
+    "toggle_optimizer": lambda self, loss: self.toggle_optimizer(None),
+    "untoggle_optimizer": lambda self, loss: self.untoggle_optimizer(None),
+    "clip_gradients": lambda self, loss: self.clip_gradients(None, 1.0),
+}
+
+
+def with_optimizer(act):
+    module = Stepping(act)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    config = SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    strategy = SimpleNamespace(
+        _optimizers=[optimizer], _lightning_optimizers=[], lr_scheduler_configs=[config]
+    )
+    module._trainer = SimpleNamespace(strategy=strategy, _loggers=[], lr_scheduler_configs=[config])
+    module._jit_is_scripting = True  # so that the stand-in does for a trainer
+    return module
+
+
+@pytest.mark.parametrize("what", STEPPING)
+def test_what_is_done_once_per_batch_is_refused_in_an_automatic_step(what):
+    module = with_optimizer(STEPPING[what])
+    before = dict(vars(module._trainer.strategy._optimizers[0]))
+    found = refusal(module)
+    assert re.match(rf"{HERE}:\d+: a step (reads or changes gradients|calls {what})", found)
+    assert "automatic_optimization = False" in found
+    assert vars(module._trainer.strategy._optimizers[0]) == before
+
+
+def test_a_step_may_read_rates():
+    def act(self, loss):
+        self.log("rate", self.trainer.strategy._optimizers[0].param_groups[0]["lr"])
+        self.log("next", self.lr_schedulers().get_last_lr()[0])
+
+    ReplayModel.probe(with_optimizer(act).double(), batch())
+
+
+def guard(condition):
+    def act(self, loss):
+        if condition(loss):
+            raise ValueError(f"a loss of {loss}")
+
+    return act
+
+
+GUARDS = {
+    "isfinite": guard(lambda loss: not torch.isfinite(loss)),
+    "isfinite_all": guard(lambda loss: not torch.isfinite(loss).all()),
+    "isnan": guard(torch.isnan),
+    "positive": guard(lambda loss: not loss > 0),
+    "item": guard(lambda loss: not 0 < loss.item() < 100),
+    "several": lambda self, loss: [
+        guard(lambda loss: not torch.isfinite(loss))(self, loss),
+        guard(lambda loss: not loss > 0)(self, loss),
+        guard(lambda loss: loss > 50)(self, loss),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", GUARDS)
+def test_a_guard_behind_the_last_layer_lets_a_look_at_the_step_pass(what):
+    module = Stepping(GUARDS[what])
+    found = run_stages(module, [batch(), batch()])
+    assert found.losses[0] > 0
+    with torch.no_grad():
+        module.head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="a loss of"):
+        module.training_step(batch(), 0)
+
+
+class Skipping(Stack):
+    """Leaves out a batch whose loss is not as it should be."""
+
+    turns = False
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        loss = self.loss(x, batch[1])
+        if self.turns:
+            return loss if torch.isfinite(loss) else None
+        if loss.isnan().any():
+            return None
+        return loss
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_step_that_may_leave_out_its_batch_is_cut(turns):
+    module = Skipping()
+    module.turns = turns
+    assert run_stages(module, [batch(), batch()]).losses[0] > 0
+
+
+def test_a_step_that_stops_whatever_the_answer_is_refused_with_its_error():
+    def act(self, loss):
+        if loss > 0:
+            raise KeyError("more")
+        raise KeyError("less")
+
+    found = refusal(Stepping(act))
+    assert "could not go on without" in found and "KeyError: 'more'" in found
