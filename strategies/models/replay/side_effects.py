@@ -68,9 +68,8 @@ def watched(step: Callable[..., Any], *arguments: Any) -> Any:
     if not _INSTALLED:
         _INSTALLED.append(True)
         sys.addaudithook(_on_event)
-        torch.serialization._open_zipfile_writer = _audited(  # type: ignore[attr-defined]
-            torch.serialization._open_zipfile_writer  # type: ignore[attr-defined]
-        )
+        opens: dict[str, Any] = vars(torch.serialization)
+        opens["_open_zipfile_writer"] = _audited(opens["_open_zipfile_writer"])
     _OWN.refused = None
     try:
         result = step(*arguments)
@@ -251,4 +250,4 @@ def hooks_at_rest(module: nn.Module, captures: list[nn.Module]) -> Iterator[None
 def install_capturing(captures: list[nn.Module]) -> None:
     """Has the hooks made before the first step, as that would make them."""
     for child in captures:
-        sys.modules[_CAPTURING].maybe_install_capturing_hooks(child)  # type: ignore[attr-defined]
+        sys.modules[_CAPTURING].maybe_install_capturing_hooks(child)

@@ -276,7 +276,7 @@ def _rising(size: tuple[int, ...], most: float, dtype: torch.dtype) -> Tensor:
     return torch.linspace(0.1, most, math.prod(size), dtype=dtype).reshape(size)
 
 
-def _give_gradients(parameters: Mapping[tuple[int, int, int], nn.Parameter], step: int) -> Tensor:
+def _give_gradients(parameters: Mapping[tuple[int, int, int], nn.Parameter], step: int) -> Any:
     """A closure: gradients of one layer grow, those of the other change their sign, too.
 
     They depend on where the parameters are.
