@@ -117,6 +117,9 @@ class StageOutput:
 class StageModel(ABC):
     """A model seen as an ordered list of units, able to run any contiguous range of them."""
 
+    # Whether each step runs whole, once for the batch, in the place of the batch's loss.
+    uncut = False
+
     @property
     def trains(self) -> bool:
         """Whether it may be trained as it is cut; else for evaluation alone."""
@@ -406,7 +409,10 @@ class StageModel(ABC):
         return False
 
     def switched(self) -> bool:
-        """Whether numbers that a hook may have set are nil or one now that were not, or back."""
+        """Whether numbers that the training step reads are nil or one that were not, or back.
+
+        What is known of its rows is then that of steps with these numbers.
+        """
         return False
 
     def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:

@@ -363,7 +363,7 @@ def retained(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         raise ModelError(
             f"{user_line()}: manual_backward(..., {other[0]}=...) cannot be cut into stages: the "
             "pipeline runs the backward from a scalar loss to all parameters. Leave "
-            f"{other[0]} out, or use pp=1."
+            f"{other[0]} out, or use Trainer(strategy='auto')."
         )
     return bool(given.get("retain_graph"))
 

@@ -121,7 +121,7 @@ class DividedStep(StageModel):
         if not model._groups:
             raise ModelError(
                 f"{STEP_NAMES[mode]} of {type(module).__name__} calls no layer that owns "
-                "parameters, so there is nothing to cut. Use pp=1."
+                "parameters, so there is nothing to cut. Use Trainer(strategy='auto')."
             )
         return model
 
@@ -260,7 +260,7 @@ class DividedStep(StageModel):
                     raise ModelError(
                         f"{step} uses {missing[0]} on stage {stage}, which does not have it: its "
                         "layers are on other stages only. Use it between the same layers in every "
-                        "step, or pp=1."
+                        "step."
                     )
             self._layouts[key] = layout
         return self._layouts[key]

@@ -191,7 +191,7 @@ def _homes(
                 raise ModelError(
                     f"{node.line}: {step} calls {node.unit}, which is on stage {home}, with a "
                     f"value of stage {before}. Every step must run the layers in the same order; "
-                    "generation loops and the like need pp=1."
+                    "generation loops and the like need Trainer(strategy='auto')."
                 )
         elif flow.last and node.position[0] == num_calls:
             home = num_stages - 1

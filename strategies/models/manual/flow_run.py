@@ -273,7 +273,7 @@ class FlowRun(ShapeMode):
                 raise ModelError(
                     f"a backward of {self._step} brought a gradient to a value of an earlier "
                     "segment that another stage has made, which the probe has not seen. Compute "
-                    "the value again, or use pp=1."
+                    "the value again, or use Trainer(strategy='auto')."
                 )
             leaf.grad = None
 
@@ -449,5 +449,6 @@ class FlowRun(ShapeMode):
         return ModelError(
             f"{self._step} took another path than in the probe: {what} (now {user_line()}, then "
             f"{line}). A pipeline needs the same calls for every microbatch: replace layer-drop, "
-            "early exits and branches on data by masks (torch.where), or use pp=1."
+            "early exits and branches on data by masks (torch.where), or use "
+            "Trainer(strategy='auto')."
         )

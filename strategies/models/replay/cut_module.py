@@ -209,12 +209,20 @@ class CutModule(FollowedSteps):
             path, self._groups, stages, self._table.names, STEP_NAMES[self._first[0]]
         )
         if len(owned) < len(stages):
-            refuse_left(path, STEP_NAMES[self._first[0]])
+            self.refuse_left()
         self._layouts = {self._first: layout}
         self._owned = frozenset(owned)
         kept = {name for stage in owned for name in layout.parameters[stage]}
         self._table.free(name for name in self._table.names if name not in kept)
         self._example = None
+
+    def refuse_left(self) -> None:
+        """Refuses attributes that later steps, or hooks, may read, and microbatches have parts of.
+
+        Raises:
+            ModelError: The step leaves one with a value from before its last layer.
+        """
+        refuse_left(self._paths[self._first], STEP_NAMES[self._first[0]])
 
     def show(self, microbatch: Any) -> None:
         """Gives the microbatch that shardings are found for and tried on."""

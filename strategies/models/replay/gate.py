@@ -180,7 +180,7 @@ def call_step(
     if "dataloader_iter" in inspect.signature(step).parameters:
         raise ModelError(
             f"{STEP_NAMES[mode]} takes dataloader_iter; stages must all see the same microbatch. "
-            "Take batch and batch_idx instead, or use pp=1."
+            "Take batch and batch_idx instead."
         )
     arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
     with _STEPS.versions_counted():

@@ -292,7 +292,10 @@ class ReplayModel(CutModule):
                     raise
                 except Exception as error:
                     run.values.failed = error
-            return run.close()
+            found = run.close()
+            if plan is None:
+                self.note_usual(which, found)
+            return found
 
     def _row_run(
         self,
@@ -380,14 +383,14 @@ class ReplayModel(CutModule):
             return StageOutput(run.outputs(), logs=logs.calls(), groups=groups)
         finally:
             run.close()
-        return _final_output(result, mode, logs.calls(), self._module)
+        return final_output(result, mode, logs.calls(), self._module)
 
 
 def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _final_output(
+def final_output(
     result: Any, mode: Mode, logs: tuple[LogCall, ...], module: LightningModule
 ) -> StageOutput:
     if mode != "train":

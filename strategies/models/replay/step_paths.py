@@ -23,7 +23,7 @@ from strategies.models.replay.path import Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, probe_path
 from strategies.models.replay.rows.value_plan import THROUGH, Given, ValuePlan, Values
 from strategies.models.replay.rows.whole_values import Dealer, Step, Where
-from strategies.models.replay.unit_search import has_branches
+from strategies.models.replay.unit_search import has_branches, names_read
 from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel
 from strategies.models.state import Generators
 
@@ -62,6 +62,8 @@ class FollowedSteps(StageModel):
         # Of the first batches of those that have, and of all ways of training, by number.
         self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
         self._ways: dict[Step, list[_Way]] = {}
+        self._read: frozenset[str] | None = None  # names in the code of the training step
+        self._usual: dict[Step, frozenset[str]] = {}  # what else is done, of the first look
         self._first_switches: frozenset[str] | None = None
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
         inside = {id(c) for unit in probed.units.values() for c in unit.modules() if c is not unit}
@@ -118,18 +120,17 @@ class FollowedSteps(StageModel):
         )
 
     def switched(self) -> bool:
-        now = self._switches()
+        if self._read is None:
+            self._read = names_read(self._module, STEP_NAMES["train"], self._units)
+        now = frozenset(
+            (name, value)
+            for name, value in vars(self._module).items()
+            if type(value) in (bool, int, float) and value in (0, 1) and name in self._read
+        )
         if self._first_switches is None:
             self._first_switches = now
+        self._dealer.turn_to(now)
         return now != self._first_switches
-
-    def _switches(self) -> frozenset[str]:
-        """Which numbers of the module are nil or one: as factors these hide what else is mixed."""
-        return frozenset(
-            f"{name} is {value:g}"
-            for name, value in vars(self._module).items()
-            if type(value) in (bool, int, float) and name[0] != "_" and value in (0, 1)
-        )
 
     def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
         """Which way the training step goes: the same layers, operations between them, and others.
@@ -152,8 +153,8 @@ class FollowedSteps(StageModel):
             self._frozen_anew.add(which)
         trail, others = _way_of(run)
         # Without branches nobody has asked before numbers changed.
-        first = None if self.decides("train") else others | (self._first_switches or frozenset())
-        now = _Way(trail, others | self._switches(), run.wiring)
+        first = None if self.decides("train") else self._usual.get(which, others)
+        now = _Way(trail, others, run.wiring)
         known = self._ways.setdefault(which, [_Way(_trail_of(path), first)])
         same = [number for number, way in enumerate(known) if way.trail == trail]
         for number in same:
@@ -177,6 +178,9 @@ class FollowedSteps(StageModel):
             return same[0]
         known.append(now)
         return len(known) - 1
+
+    def note_usual(self, which: Step, run: Values) -> None:
+        self._usual.setdefault(which, _way_of(run)[1])
 
     def changes_batch(self, mode: Mode) -> bool:
         return any(path.clones_batch for step, path in self._paths.items() if step[0] == mode)
@@ -221,7 +225,7 @@ class FollowedSteps(StageModel):
                 dataloader_idx=dataloader_idx,
             )
         layout = self._layouts[self._first]
-        if which != self._first and len(self._owned) < len(layout.cuts):
+        if which != self._first and (len(layout.cuts) == 1 or len(self._owned) < len(layout.cuts)):
             refuse_left(path, STEP_NAMES[mode])
         self._layouts[which] = follow_layout(path, layout, STEP_NAMES[mode])
         self._paths[which], self._caches[which] = path, cache

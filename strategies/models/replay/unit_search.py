@@ -148,8 +148,30 @@ def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bo
     That is looked for in its code, in the forwards of what holds the ``units`` or stands between
     them (an activation of one's own), and in the functions and methods of the same object that
     either names. Torch's own classes and transformers' do not count: what they choose by is their
-    configuration.
+    configuration, unless it says that layers are left out at random.
     """
+    return _drops_layers(module) or any(map(_chooses, _codes(module, name, units)))
+
+
+def _drops_layers(module: nn.Module) -> bool:
+    """Whether a stack of transformers' layers leaves some out (LayerDrop)."""
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        for owner in (child, config):
+            rates = (getattr(owner, f"{who}layerdrop", 0) for who in ("", "encoder_", "decoder_"))
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                return True
+    return False
+
+
+def names_read(module: LightningModule, name: str, units: Iterable[str]) -> frozenset[str]:
+    """All names and texts in that code: what it reads of its module is among them."""
+    codes = list(_codes(module, name, units))
+    texts = (each for code in codes for each in code.co_consts if isinstance(each, str))
+    return frozenset(word for code in codes for word in code.co_names).union(texts)
+
+
+def _codes(module: LightningModule, name: str, units: Iterable[str]) -> Iterator[CodeType]:
     inside = {id(child) for unit in units for child in module.get_submodule(unit).modules()}
     holders = [child for child in module.children() for child in child.modules()]
     holders = [child for child in holders if id(child) not in inside]
@@ -168,8 +190,7 @@ def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bo
             if code in seen:
                 continue
             seen.add(code)
-            if _chooses(code):
-                return True
+            yield code
             words.update(code.co_names)
             for word in code.co_names:
                 called = known.get(word)
@@ -177,7 +198,6 @@ def has_branches(module: LightningModule, name: str, units: Iterable[str]) -> bo
                     parts += _code_of(called)
             parts += [(each, known) for each in code.co_consts if isinstance(each, CodeType)]
         todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
-    return False
 
 
 # What a step may count layers by, or pick them with.

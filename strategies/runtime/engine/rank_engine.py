@@ -6,11 +6,13 @@ Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
+from strategies.compiler import compile_plan
 from strategies.errors import ModelError
 from strategies.heartbeat import Phase
 from strategies.ir.kinds import Kind
@@ -18,9 +20,11 @@ from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import LogEntry, start_packing, unpack_logs
 from strategies.models.nested import structure
+from strategies.models.replay.cut_module import CutModule
 from strategies.models.replay.rows.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode
 from strategies.models.state import Generators, kept_generators
+from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.runtime.engine.rank_passes import PassResult, RankPasses
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.step.activation_bytes import ActivationBytes
@@ -97,12 +101,23 @@ class Engine(RankPasses):
         scale = factor / (accumulation * self.coordinates.dp)
         if batch_idx == 0:
             self.model.follow_hooks()
-        looks = self.model.decides("train") or self.model.switched()
-        way = self._way(batch, batch_idx, step, loaders) if looks else None
         options = PassOptions(
-            batch_idx, "train", scale, loss_scale, self.seed_of(step), way, batch=batch
+            batch_idx, "train", scale, loss_scale, self.seed_of(step), None, batch=batch
         )
-        result = self._run(batch, options, step=step, update=update, loaders=loaders)
+        before, self._began = Generators.now(), False
+        try:
+            looks = self.model.switched() or self.model.decides("train")
+            way = self._way(batch, batch_idx, step, loaders) if looks else None
+            options = replace(options, dataloader_idx=way)
+            result = self._run(batch, options, step=step, update=update, loaders=loaders)
+        except ModelError as why:
+            if not self.is_alone or (self._began and not fresh):
+                raise
+            before.put_back()
+            self._run_whole(why)
+            self._gradients.attach(zero=fresh)
+            options = replace(options, dataloader_idx=None)
+            result = self._run(batch, options, step=step, update=update, loaders=loaders)
         if update:
             self._flush.owe()
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.
@@ -110,6 +125,24 @@ class Engine(RankPasses):
         if self.stream is not None:
             self.stream.left = self._gradients
         return result
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has a whole model in one stage, and updates it behind each batch."""
+        where = self.coordinates
+        one = where.pp == where.tp == where.ep == self.placement.num_stages == 1
+        return one and self.stream is None and isinstance(self.model, CutModule)
+
+    def _run_whole(self, why: ModelError) -> None:
+        """Training steps run whole from now on; what this one has done is taken back."""
+        module = self.model.module
+        self.whole.state.take_back()
+        tell_uncut(module, why)
+        self.model = self._parts.model = UncutModel(module, why, trains=True)
+        self.whole.run_whole(self.model)
+        self._draws.run_whole()
+        self.plan = uncut_plan(self.plan)
+        self.programs = compile_plan(self.plan)
 
     # ---------------------------------------------------------------- training without a flush
 

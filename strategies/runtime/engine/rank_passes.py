@@ -7,9 +7,11 @@ compared here, too.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Timer
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from strategies.heartbeat import Phase
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
+from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch, Generators, kept_generators, own_generators
 from strategies.models.step_places import Slot
@@ -45,6 +48,8 @@ from strategies.runtime.step.whole_batch import Whole
 from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
 
 _MANY_WAYS = 24
+_PATIENCE_S = 3.0  # longer waits are said
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -78,7 +83,11 @@ class RankPasses(RankWeights):
         loaders: TreeSpec | None,
         backward: bool = True,
     ) -> PassResult:
-        microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
+        if self.model.uncut:
+            whole = self.plan.num_microbatches
+            microbatches = [Microbatch(batch, 1 / whole, ())] * whole
+        else:
+            microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         count = len(microbatches)
         if self.coordinates.exchanges_across:
             self._refuse_other_counts(count)
@@ -168,12 +177,29 @@ class RankPasses(RankWeights):
                 "x = x + keep * (layer(x) - x)."
             )
         group = self.control_group
-        said = [str(way)] if group is None else TensorRanks(group).told(str(way), self._silence_s)
+        waits = Timer(
+            _PATIENCE_S,
+            _log.warning,
+            (
+                f"training_step does something else than before for batch {batch_idx} on this "
+                f"rank, which waits up to {self._silence_s:g} s for the other ranks of the "
+                "pipeline to do the same.",
+            ),
+        )
+        waits.start()
+        try:
+            said = [str(way)]
+            if group is not None:
+                said = TensorRanks(group).told(str(way), self._silence_s)
+        finally:
+            waits.cancel()
         if set(said) != {str(way)}:
+            others = ", ".join(str(rank) for rank, word in enumerate(said) if word != str(way))
             raise ModelError(
-                f"training_step calls other layers than before for batch {batch_idx}, and not on "
-                "all ranks of the pipeline. Let what it calls depend on the batch, its number and "
-                "the epoch alone, which all ranks see alike, or use pp=1."
+                f"training_step does something else than before for batch {batch_idx}, and not on "
+                f"rank {others} of the pipeline. Let what it does depend on the batch, its number "
+                "and the epoch alone, which all ranks see alike, not on what a hook sets on one "
+                "rank."
             )
 
     def _tell_short(self, count: int) -> None:
@@ -209,7 +235,7 @@ class RankPasses(RankWeights):
                 batch, microbatches, options, loaders, whole=self.whole, seed=self.seed_of(step),
                 then=partial(self.whole.compare_layers, options.batch_idx) if train else None,
             )  # fmt: skip
-        if self.plan.loss_over == "batch":
+        if self.plan.loss_over == "batch" and not self.model.uncut:
             self._compare_rows(batch, microbatches, options, loaders)
         marks = self.options.check_batches and self.control_group is not None
         mark = start_checksum(batch) if marks else lambda: 0
@@ -257,6 +283,10 @@ class RankPasses(RankWeights):
                 batch, microbatches, options, loaders,
                 seed=self.seed_of(step), state=self.whole.state,
             )  # fmt: skip
+        if self.model.uncut and not self._draws.steers:
+            drawn = Generators.now()
+            seed_all(self.seed_of(step))
+        self._began = True  # From here on gradients are added up.
         kept = KeptModule(self.model.module) if self.late.open else None
         while True:
             try:

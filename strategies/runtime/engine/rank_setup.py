@@ -206,6 +206,7 @@ class RankSetup:
         )
         self._trained: tuple[bool, ...] = ()
         self._compared = False
+        self._began = False
         self._ways: set[int] = set()  # of the training step that all ranks know of, but the first
         self._silence_s = min(60.0, options.timeout_s)
         self._short_told = False

@@ -53,22 +53,8 @@ def refuse_module(
             f"{type(module._orig_mod).__name__} is compiled as a whole, and a pipeline cuts it. "
             "Compile the layers inside the module, not the LightningModule."
         )
-    for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule):
-            raise ModelError(
-                f"{name} is TorchScript (torch.jit.script, torch.jit.trace), which runs below "
-                "Python: nobody can follow it, or take weights of other stages from it. Use the "
-                "module that it was made of (torch.compile makes that faster), or pp=1."
-            )
-        if getattr(child, "max_norm", None) is not None and isinstance(
-            child, nn.Embedding | nn.EmbeddingBag
-        ):
-            raise ModelError(
-                f"{name} has max_norm={child.max_norm:g}: its forward changes its weight, and in a "
-                "pipeline several forwards run before a backward that needs the weight as it was. "
-                "Use max_norm=None and limit rows in on_train_batch_start (weight.data.renorm_), "
-                "or use pp=1."
-            )
+    if plan.pp > 1 or isinstance(module, HasUnits):
+        refuse_uncuttable(module)
     for name, buffer in module.named_buffers():
         if buffer.layout != torch.strided:
             raise ModelError(
@@ -92,6 +78,26 @@ def refuse_module(
                 )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(callback, module, plan)
+
+
+def refuse_uncuttable(module: nn.Module) -> None:
+    """Refuses layers that no microbatch may run, or no stage; with pp=1 they run whole."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{name} is TorchScript (torch.jit.script, torch.jit.trace), which runs below "
+                "Python: nobody can follow it, or take weights of other stages from it. Use the "
+                "module that it was made of (torch.compile makes that faster), or pp=1."
+            )
+        if getattr(child, "max_norm", None) is not None and isinstance(
+            child, nn.Embedding | nn.EmbeddingBag
+        ):
+            raise ModelError(
+                f"{name} has max_norm={child.max_norm:g}: its forward changes its weight, and in a "
+                "pipeline several forwards run before a backward that needs the weight as it was. "
+                "Use max_norm=None and limit rows in on_train_batch_start (weight.data.renorm_), "
+                "or use pp=1."
+            )
 
 
 def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan) -> None:

@@ -25,6 +25,8 @@ from strategies.errors import ModelError
 from strategies.heartbeat import Heartbeat
 from strategies.models.collectives import LocalGroup, default_group
 from strategies.models.manual.segments import SegmentModel
+from strategies.models.stage_model import StageModel
+from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.checkpoints.whole_state import (
@@ -193,6 +195,7 @@ class SetupStrategy(UpdatingStrategy):
             | fingerprint.weights_print(module),
             what="versions, configuration and model",
         )
+        alone = self._pipeline == self._options.tp == self._options.ep == 1
         with default_group(LocalGroup(self.coordinates.dp_rank, self.dp)):
             model = stage_model_of(
                 trainer,
@@ -202,10 +205,16 @@ class SetupStrategy(UpdatingStrategy):
                 num_microbatches=self._plan.num_microbatches,
                 shared=self._options.tp > 1,
                 uncut=self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1,
+                whole=alone,
             )
+        plan = self._plan
+        if alone:
+            model = self._uncut_anywhere(module, model)
+        if model.uncut:
+            plan = uncut_plan(plan)
         self._engine = Engine(
             model=model,
-            plan=self._plan,
+            plan=plan,
             options=options,
             coordinates=self.coordinates,
             device=self.root_device,
@@ -241,6 +250,17 @@ class SetupStrategy(UpdatingStrategy):
                 changed=self._weights_changed,
                 settle=self.drain,
             )
+
+    def _uncut_anywhere(self, module: pl.LightningModule, model: StageModel) -> StageModel:
+        """The same kind of model on all replicas, which have looked at batches of their own."""
+        why = model.why if isinstance(model, UncutModel) else None
+        found = everybody().everyone(None if why is None else str(why))
+        refused = next(filter(None, found), None)
+        if refused is None:
+            return model
+        why = ModelError(refused)
+        tell_uncut(module, why)
+        return model if model.uncut else UncutModel(module, why, trains=model.trains)
 
     def _gradients_are_whole(self) -> bool:
         if self._manual is not None:

@@ -362,7 +362,7 @@ class PipelineStrategy(SetupStrategy):
                 return self._joined(batch, result)
             except ModelError as error:
                 # It is no prediction per row: the batch's is what one run of the step returns.
-                if self._hooks is None:
+                if self._hooks is None and not self.engine.is_alone:
                     raise
                 number = self._which(indices, "predict")["dataloader_idx"]
                 self.engine.leave_uncut(batch, "predict", number, error)
@@ -384,7 +384,8 @@ class PipelineStrategy(SetupStrategy):
 
     def _evaluate(self, batch: Any, indices: Sequence[int], mode: Mode) -> PassResult:
         which = self._which(indices, mode)
-        refused = None if self._hooks is None else self.engine.refusal(batch, **which)
+        asks = self.engine.is_alone or self._hooks is not None
+        refused = self.engine.refusal(batch, **which) if asks else None
         if refused is None:
             result = self.engine.evaluation_pass(batch, **which)
         else:
@@ -410,22 +411,30 @@ class PipelineStrategy(SetupStrategy):
     ) -> PassResult:
         """Runs a step that cannot be cut as a hook runs: on every rank, with the whole model."""
         module, name = self.lightning_module, STEP_NAMES[mode]
-        assert module is not None and self._hooks is not None
+        assert module is not None
         parts = self.coordinates.tp > 1 or self.coordinates.ep > 1
-        if parts or isinstance(refused, SideEffectError):
+        if parts or (isinstance(refused, SideEffectError) and self._hooks is not None):
             raise refused
         self.engine.mirror.share()  # Batches before may have been cut, and left it on one rank.
         none = isinstance(refused, NoLayersError)  # An early return, which needs no weights.
         if self.is_global_zero and mode not in self._uncut_told and not none:
+            how = (
+                "every rank runs it as a whole, with all weights, which are brought to it for each "
+                "batch."
+            )
+            if self._hooks is None:
+                how = "it runs as a whole, as under stock Lightning."
             self._tell(
-                f"{name} of {type(module).__name__} cannot be cut into stages: {refused} So every "
-                "rank runs it as a whole, with all weights, which are brought to it for each batch."
+                f"{name} of {type(module).__name__} cannot be cut into stages: {refused} So {how}"
             )
         self._uncut_told |= set() if none else {mode}
         self.engine.complete()
         with captured_logs(module) as logs:
-            step = partial(watched, getattr(module, name), batch, *indices)
-            output = self._hooks.run(module, name, step)
+            step = partial(getattr(module, name), batch, *indices)
+            if self._hooks is None:
+                output = step()
+            else:
+                output = self._hooks.run(module, name, partial(watched, step))
         return self.engine.share_logs(logs.calls(), output)
 
     @property

@@ -31,6 +31,7 @@ from strategies.models.state import Generators
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
 from strategies.runtime.lightning.manual_optimization import hide_states, manual_model
+from strategies.runtime.lightning.refusals import refuse_uncuttable
 from strategies.runtime.step.microbatch import split_batch
 
 
@@ -43,13 +44,15 @@ def stage_model_of(
     num_microbatches: int = 1,
     shared: bool = False,
     uncut: bool = False,
+    whole: bool = False,
 ) -> StageModel:
     """A module that declares units as it is; any other after its step was run on shapes.
 
     Its layers are found unless ``layers`` says where they are (``net.layers``). ``looked`` is told
     what was read of the data for that. Where ranks share matrices (``shared``) and the module does
     not say how, the first of ``num_microbatches`` is what shardings are found for and tried on.
-    Whether a step of evaluation may run uncut, as a whole on every rank, is said by ``uncut``.
+    Whether a step of evaluation may run uncut, as a whole on every rank, is said by ``uncut``; with
+    ``whole`` one rank has all of the model, and a step that cannot be cut runs there as it is.
     """
     if isinstance(module, HasUnits):
         declared = UnitModel(module)
@@ -58,6 +61,7 @@ def stage_model_of(
             declared.show(_microbatch(found, num_microbatches))
         return declared
     from strategies.models.replay.replay_model import ReplayModel
+    from strategies.models.uncut_model import UncutModel
 
     found = _first_batch(trainer, module, looked)
     mode, which, loaders = found.mode, found.dataloader_idx, found.loaders
@@ -72,6 +76,7 @@ def stage_model_of(
             yield
 
     def probed() -> StageModel:
+        refuse_uncuttable(module)
         if not module.automatic_optimization:
             return manual_model(
                 trainer, module, found.data, mode=mode, layers=layers, dataloader_idx=which
@@ -83,10 +88,15 @@ def stage_model_of(
     with as_in_a_step():
         try:
             model = _probed_as_started(trainer, module, probed) if mode == "train" else probed()
-        except ModelError:
-            if mode == "train" or not uncut:
+            if whole and isinstance(model, ReplayModel):
+                model.refuse_left()
+        except ModelError as error:
+            if whole and module.automatic_optimization:
+                model = UncutModel(module, error, trains=mode == "train")
+            elif mode == "train" or not uncut:
                 raise
-            model = ReplayModel.by_order(module, found.data, chain=layers)
+            else:
+                model = ReplayModel.by_order(module, found.data, chain=layers)
     if shared and isinstance(model, ReplayModel):
         model.show(_microbatch(found, num_microbatches))
     return model

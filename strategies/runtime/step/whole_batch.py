@@ -91,7 +91,7 @@ class WholeBatch:
         self.once_behind = once  # What lies behind the last layer runs for the whole batch anyway.
         self._output: StageOutput | None = None
         self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
-        self._compared: set[int] = set()  # ways through the training step
+        self._compared: set[tuple[int, int]] = set()  # ways through the training step, and numbers
         self.unlike: tuple[float, float] | None = None
         self.mixed: str | None = None
         self.uneven: tuple[str, ...] = ()
@@ -102,6 +102,10 @@ class WholeBatch:
         self._tried: set[tuple[Mode, int, frozenset[str]]] = set()
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
+
+    def run_whole(self, model: StageModel) -> None:
+        """From now on ``model`` runs each step once, for the whole batch."""
+        self._model, self.once_behind, self._compares = model, True, False
 
     def layers(self) -> Iterator[nn.Module]:
         """What their forwards keep is their stage's own."""
@@ -216,8 +220,12 @@ class WholeBatch:
         if self._output is not None:
             output = self._output
             plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in output.logs]
-            return Whole(self.state.changed(), _beyond_loss(output, mode)), plain
-        way = options.dataloader_idx or 0
+            # A step that runs whole draws what stock Lightning draws.
+            drawn = Generators.now() if self._model.uncut else None
+            beyond = _beyond_loss(output, mode)
+            return Whole(self.state.changed(), beyond, generators=drawn), plain
+        dealer = self._model.dealer
+        way = (options.dataloader_idx or 0, 0 if dealer is None else dealer.num_looks)
         if mode == "train" and self._compares and ends and way not in self._compared:
             self._compared.add(way)
             self.unlike = self._compare(batch, microbatches, options, ends, loss) or self.unlike

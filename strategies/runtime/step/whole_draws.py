@@ -68,6 +68,10 @@ class WholeDraws:
         # Where torch's generators stand for what the step draws behind that, for the whole batch.
         self.behind: TorchState | None = None
 
+    def run_whole(self) -> None:
+        """From now on steps draw for themselves."""
+        self._dealer = None
+
     @property
     def steers(self) -> bool:
         """Whether what a step draws counts for all that draws after it."""

@@ -163,7 +163,8 @@ class Dealer:
         self._run = run
         self._calls = calls
         self._decides = decides
-        self._plans: dict[Step, ValuePlan] = {}
+        self._by_numbers: dict[Hashable, dict[Step, ValuePlan]] = {}
+        self.turn_to(None)
         self._plan: ValuePlan | None = None
         self._values = Values()
         self._shares: Sequence[Share] = ()
@@ -300,7 +301,17 @@ class Dealer:
 
     def forget(self) -> None:
         """Steps are to be looked at again."""
-        self._plans.clear()
+        for plans in self._by_numbers.values():
+            plans.clear()
+
+    @property
+    def num_looks(self) -> int:
+        """For how many sets of numbers steps were looked at."""
+        return len(self._by_numbers)
+
+    def turn_to(self, numbers: Hashable) -> None:
+        """Of steps that read other ``numbers``, which as factors hide what is mixed, look anew."""
+        self._plans = self._by_numbers.setdefault(numbers, {})
 
     def clear(self) -> None:
         """Passes get nothing until ``deal``."""

@@ -295,8 +295,8 @@ class OwnBackward:
             f"{type(self._module).__name__}.backward() {what}. A pipeline runs the backwards of "
             "all microbatches inside training_step and takes from an overridden backward the "
             "factor on the loss alone, as in (loss * 2).backward(). Return the scaled loss from "
-            "training_step, change gradients in on_after_backward, or use pp=1 with another "
-            "strategy."
+            "training_step, change gradients in on_after_backward, or use "
+            "Trainer(strategy='auto')."
         )
 
 
