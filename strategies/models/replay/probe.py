@@ -36,6 +36,8 @@ from strategies.models.replay.path import Call, Event, Key, Position
 from strategies.models.replay.rows.packed_rows import note_size, varies
 from strategies.models.replay.shape_mode import ShapeMode
 
+_MOST_LOOKS = 30  # of one line, with layers called in between
+
 
 @dataclass(slots=True)
 class Value:
@@ -130,6 +132,7 @@ class Probe(ShapeMode):
         self._clock = 0
         self._call_parameters: dict[str, None] = {}
         self._norms: dict[int, int] = {}
+        self._looks: dict[str, frozenset[int]] = {}  # per line, behind how many calls
         self.record.places.append([Place(0, 0, None)])
 
     # Looks at values that get the other answer than a zero gives, by number.
@@ -344,12 +347,15 @@ class Probe(ShapeMode):
 
     def _defer(self, what: str) -> None:
         """Allowed after the last layer only, where one stage has everything: decided at the end."""
-        if len(self.record.deferred) > 1000:
+        line, calls = user_line(), len(self.record.calls)
+        self._looks[line] = self._looks.get(line, frozenset()) | {calls}
+        # A loop over rows looks behind one layer; one that calls layers in between generates.
+        if len(self.record.deferred) > 1000 or len(self._looks[line]) > _MOST_LOOKS:
             raise ModelError(
                 f"{self.record.deferred[0][1]} in a loop that does not end. Keep it a tensor "
                 "(torch.where, masks), or let the batch's shape end the loop."
             )
-        self.record.deferred.append((len(self.record.calls), f"{user_line()}: {what}"))
+        self.record.deferred.append((calls, f"{line}: {what}"))
 
     def _refuse(self, func: Function, name: str, args: Args) -> None:
         if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
