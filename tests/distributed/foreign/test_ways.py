@@ -512,3 +512,24 @@ def test_replicas_that_begin_differently_are_refused_before_the_first_step(
     name = f"{ByNumberOfReplica.__module__}:{ByNumberOfReplica.__qualname__}"
     with pytest.raises(AssertionError, match=r"(?s)the same stages.*net\.4"):
         ranks(4).run(train, case=name, strategy=LAYOUTS["1f1b-dp2"] | {"timeout_s": 5})
+
+
+class RankZeroFlag(Net):
+    """Numbers that hooks set on rank 0 alone: one that the step does not read, one that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged = self.seen = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.logged = self.seen = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.seen:
+            batch_idx += 1
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+def test_number_of_rank_zero(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, RankZeroFlag, "1f1b", strategy={"timeout_s": 600})

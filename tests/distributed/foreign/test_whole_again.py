@@ -19,6 +19,7 @@ from tests.distributed.foreign.comparison import (
     MICROBATCHES,
     WIDTH,
     Net,
+    equal_to_stock,
     examples,
 )
 from tests.distributed.pool import Ranks
@@ -242,3 +243,23 @@ def test_the_summary_is_that_of_the_whole_module(ranks: Callable[[int], Ranks]) 
     assert second == (None, None)
     assert stock[0] != stock[1]
     assert "[5, 8]" in str(stock[0])
+
+
+class NamesItsState(nn.Linear):
+    """Writes its part of a state_dict itself, as layers of PyG do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name in ("weight", "bias"):
+            value = getattr(self, name)
+            destination[prefix + name] = value if keep_vars else value.detach()
+
+
+class OwnState(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for place in (0, 6):
+            self.net[place] = NamesItsState(WIDTH, WIDTH)
+
+
+def test_layers_that_name_their_state(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, OwnState, "1f1b", strategy={"timeout_s": 600}, enable_checkpointing=True)

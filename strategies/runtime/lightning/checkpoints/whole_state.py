@@ -271,9 +271,15 @@ class WholeModule:
 
     def cut(self, free: Collection[str]) -> None:
         """Notes that it has been cut; ``free`` buffers belong to no rank's parameters."""
+        self._leave_out_holes()
         self._held = frozenset(self.module.state_dict())
         buffers = dict(self.module.named_buffers())
         self._free = {name: buffers[name].clone() for name in free if name in buffers}
+
+    def _leave_out_holes(self) -> None:
+        """Layers that write their state themselves name parameters of other ranks, too."""
+        hooked: Any = self.module  # The hook's registration is untyped in torch.
+        self._handle = hooked.register_state_dict_post_hook(_without_holes)
 
     @property
     def changed(self) -> bool:
@@ -371,12 +377,14 @@ class WholeModule:
                 value = found.get(name)
                 if value is not None and name not in state and value.shape == buffer.shape:
                     buffer.copy_(value)
+        self._handle.remove()
         self.restored, self._now = True, _signature(self.module)
         self.leave(cut=False)
 
     def release(self, model: StageModel) -> None:
         """Cuts it again, where it was cut before."""
         model.release()
+        self._leave_out_holes()
         self.restored = False
 
     def leave(self, *, cut: bool) -> None:
@@ -394,6 +402,11 @@ class WholeModule:
                 "trainer.strategy.full_state_dict() on all ranks, or let the module be made whole "
                 "after training: PipelineStrategy(whole_after=True)."
             )
+
+
+def _without_holes(_: Any, state: dict[str, Any], *__: Any) -> None:
+    for name in [name for name, value in state.items() if isinstance(value, Hole)]:
+        del state[name]
 
 
 def _same(now: Tensor | None, before: Tensor) -> bool:
