@@ -547,3 +547,19 @@ def test_a_step_that_stops_whatever_the_answer_is_refused_with_its_error():
 
     found = refusal(Stepping(act))
     assert "could not go on without" in found and "KeyError: 'more'" in found
+
+
+def test_generation_is_given_up_after_some_rounds():
+    class Generates(Stack):
+        rounds = 0
+
+        def training_step(self, batch, batch_idx):
+            x = batch[0]
+            while True:
+                x = self.layers[0](x)
+                Generates.rounds += 1
+                if x.argmax() == DIM:
+                    return self.loss(x, batch[1])
+
+    assert "in a loop that does not end" in refusal(Generates())
+    assert Generates.rounds < 100  # It is tried twice.

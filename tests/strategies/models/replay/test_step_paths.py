@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from strategies.models.replay.unit_search import has_branches
+from strategies.models.replay.unit_search import has_branches, names_read
 
 
 class Straight(pl.LightningModule):
@@ -124,3 +124,32 @@ def test_what_stands_between_units_may_choose_too() -> None:
     module = Straight(nn.Sequential(nn.Linear(2, 2), Body(nn.Tanh()), nn.Linear(2, 2)))
     assert has_branches(module, "training_step", ["body.0", "body.2"])
     assert not has_branches(module, "training_step", ["body.0", "body.1", "body.2"])
+
+
+class Read(Straight):
+    """Reads one number in its step, one in a method of it, and none in a hook."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.weight * self.body(self.mixed(batch))
+
+    def mixed(self, batch: Any) -> Any:
+        return batch * getattr(self, "share")  # noqa: B009
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.logged = True
+
+
+def test_names_that_a_step_reads() -> None:
+    read = names_read(Read(), "training_step", ["body.0"])
+    assert {"weight", "share", "mixed"} <= read
+    assert "logged" not in read
+
+
+def test_layers_dropped_by_configuration() -> None:
+    class Dropping(nn.Sequential):
+        layerdrop = 0.1
+
+    module = Straight(Dropping(nn.Linear(2, 2)))
+    assert has_branches(module, "training_step", ["body.0"])
+    Dropping.layerdrop = 0.0
+    assert not has_branches(module, "training_step", ["body.0"])
