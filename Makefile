@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := $(PIP) install --quiet --no-compile
 
-# Two files at a time; of those whose tests start several processes two lots: see tests/conftest.py.
+# Two files at a time; of those whose tests start several processes two groups: see tests/conftest.py.
 # A process that dies (of a test that hangs, say) ends the run, as it does without `-n`.
 TWO_AT_A_TIME := -n 2 --max-worker-restart=0
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
 from tests.distributed.test_example_scripts import EXAMPLES, LEARNED, measured, missing
+from tests.ranks.pool import Ranks
 
 _HEAD = (
     "| script | schedule | microbatches | ms per step | bubble, predicted | bubble, measured |\n"

@@ -29,7 +29,7 @@ from benchmarks.overhead_ours import Ours
 from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 _WARMUPS = 2

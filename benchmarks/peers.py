@@ -31,7 +31,7 @@ import torch
 from benchmarks.peers_engines import PEERS, installed
 from benchmarks.peers_model import Size
 from benchmarks.peers_ranks import Cell, run_rank
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 TOLERANCE = 1e-5  # of weights in 32 bits, which two steps have moved by thousands of that
 

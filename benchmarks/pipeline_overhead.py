@@ -39,7 +39,7 @@ from benchmarks.overhead_torch import runs_ours
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES, find_schedule
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 SHARED = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")
 ENGINES = tuple(overhead_ranks.ENGINES)

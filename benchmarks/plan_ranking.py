@@ -45,7 +45,7 @@ from strategies.plan import Options
 from strategies.planner.layout_search import search
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 RANKS = 2
 BATCH = 16

@@ -27,7 +27,7 @@ from strategies.plan import Options, Plan, Recompute
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 FORWARD_S = 16e-3  # of one sequence on one rank; B is twice as long
 ELEMENTS = 2**18

@@ -33,7 +33,7 @@ from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.recorder import gather_timeline
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 RANKS = 2
 SIZES = (1, 4)  # that are measured; what lies between them is interpolated

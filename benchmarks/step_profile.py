@@ -34,8 +34,8 @@ from benchmarks.overhead_emulation import Emulation
 from benchmarks.overhead_engine import Task
 from benchmarks.overhead_ours import Ours
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Learner, Sentences, small_shape
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Learner, Sentences, small_shape
 
 _WARMUPS = 5
 _EVERY_S = 0.0005  # between two looks at the stack

@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import functools
 import gc
+import json
 import os
-import re
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,16 +21,19 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tests.ranks.fixtures import all_ranks, ranks, rest
+
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadFileScheduling
+    from xdist.workermanage import WorkerController
 
+__all__ = ["all_ranks", "ranks"]  # fixtures
 GOLDEN = Path(__file__).parent / "golden"
+_FOLDER = pytest.StashKey[Path]()
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
-SEVERAL_PROCESSES = re.compile(r"\bmark\.(distributed|faults|gpu|slurm)\b")
-ON_A_GPU = re.compile(r"^pytestmark = .*\bmark\.gpu\b", re.MULTILINE)
+SEVERAL_PROCESSES = ("distributed", "faults", "gpu", "slurm")
 FOREIGN = "distributed/foreign/"
-ON_RANKS = re.compile(r"^from tests\.distributed\.", re.MULTILINE)
 
 # No deadline: on a shared machine it would assert a timing. The everyday profile draws the same
 # examples each time; `make test-all` looks further and at random.
@@ -46,44 +50,59 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@functools.cache
-def _fills_the_cores(file: Path) -> bool:
-    """Whether a test in this file starts several processes, as its markers say."""
-    return SEVERAL_PROCESSES.search(file.read_text(encoding="utf-8")) is not None
+def _several(items: list[pytest.Item]) -> bool:
+    """Whether a test of a file starts several processes, as its markers say."""
+    return any(item.get_closest_marker(name) for item in items for name in SEVERAL_PROCESSES)
 
 
-@functools.cache
-def _is_on_a_gpu(file: Path) -> bool:
-    """Whether all of its tests need a GPU, and so a machine with cores for several files."""
-    return ON_A_GPU.search(file.read_text(encoding="utf-8")) is not None
+def _group(items: list[pytest.Item]) -> str | None:
+    """The group of a file: of those whose tests start several processes there are two."""
+    if not _several(items):
+        return None
+    if all(item.get_closest_marker("gpu") for item in items) or FOREIGN in items[0].nodeid:
+        return None  # file by file, see below
+    return "ranks" if any("all_ranks" in _fixtures(item) for item in items) else "launched"
 
 
-def _is_on_ranks(file: str, root: Path) -> bool:
-    """Whether its tests run on the ranks that those of ``tests/distributed`` share."""
-    text = (root / file).read_text(encoding="utf-8")
-    return file.startswith("tests/distributed/") or ON_RANKS.search(text) is not None
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Names the file in which the first process of `pytest -n` leaves the groups of files."""
+    node.workerinput["groups"] = str(_groups_file(node.config))
+
+
+def _groups_file(config: pytest.Config) -> Path:
+    if _FOLDER not in config.stash:
+        folder = tempfile.TemporaryDirectory(prefix="foldpipe-tests-")
+        config.add_cleanup(folder.cleanup)
+        config.stash[_FOLDER] = Path(folder.name)
+    return config.stash[_FOLDER] / "groups.json"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """`pytest -n 2`: two files at a time; then those that start several processes, in two lots.
+    """Whole files and groups of them, as the processes have found them in the tests' markers.
 
-    Whole files, because all that is known of a test here is its name. One process for each lot
-    (what runs on ranks of the tests, and what is launched), because what it starts for several
-    files (ranks, a trained run) is started once per process. At last modules of others, file by
-    file: so both are ready at about the same time. What needs a GPU goes file by file, too.
+    Not `--dist loadgroup`: xdist 3.8 renames tests for it, and in pytest 9.2 their names stay.
     """
     from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def groups() -> dict[str, str]:
+        found: dict[str, str] = json.loads(_groups_file(config).read_text())
+        return found
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            path = config.rootpath / file
-            if not _fills_the_cores(path) or _is_on_a_gpu(path):
-                return file
-            if not _is_on_ranks(file, config.rootpath):
-                return "launched"
-            return file if FOREIGN in file else "on ranks"
+            return groups().get(file, file)
 
     config.option.loadscopereorder = False  # In the order of collection, see below.
     return Scheduling(config, log)
@@ -95,8 +114,22 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):  # One of several processes that run tests.
-        items.sort(key=lambda item: (_fills_the_cores(item.path), FOREIGN in item.nodeid))
+    """`pytest -n 2`: two files at a time; then those that start several processes, in two groups.
+
+    One process for each group (what runs on the tests' ranks, and what is launched): what it starts
+    for several files (ranks, a trained run) is started once per process. At last modules of others,
+    file by file, so that both processes are ready at about the same time. What needs a GPU goes
+    file by file, too: its machine has cores for several files.
+    """
+    if worker := getattr(config, "workerinput", None):  # One of several processes that run tests.
+        files: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            files.setdefault(_file(item), []).append(item)
+        items.sort(key=lambda item: (_several(files[_file(item)]), FOREIGN in item.nodeid))
+        if worker["workerid"] == "gw0":
+            groups = {file: _group(tests) for file, tests in files.items()}
+            text = json.dumps({file: group for file, group in groups.items() if group})
+            Path(worker["groups"]).write_text(text)
     if config.getoption("--golden"):
         keep = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in keep])
@@ -122,6 +155,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [name for name in SLURM_DAEMONS if shutil.which(name) is None]
         if missing:
             pytest.skip(f"not installed on this machine: {' '.join(missing)}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    rest(item)
 
 
 # Not SIGCHLD: torch sets its handler once per process, and notices dead loaders by it.

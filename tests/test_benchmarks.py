@@ -32,8 +32,8 @@ from strategies.compiler import compile_program
 from strategies.costs.uniform import UniformCosts
 from strategies.schedules import SCHEDULES, find_schedule
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
-from tests.warm_server import rank_server_address
+from tests.ranks.pool import Ranks
+from tests.ranks.rank_server import rank_server_address
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md", "Makefile")

@@ -1,4 +1,4 @@
-"""`make test`: two files at a time; then, in two lots, those that start several themselves.
+"""`make test`: two files at a time; then, in two groups, those that start several themselves.
 
 And each test leaves the process as it found it.
 """
@@ -17,27 +17,26 @@ from typing import Any
 import pytest
 
 CONFTEST = Path(__file__).with_name("conftest.py")
+FIXTURES = CONFTEST.parent / "ranks" / "fixtures.py"
+TORCH = "from types import SimpleNamespace\ncuda = SimpleNamespace(is_available=lambda: True)\n"
 NOTE = """
 import os
 import pytest
 
 {mark}
 @pytest.mark.parametrize("number", range(3))
-def test_it(number):
+def test_it({more}number):
     with open("order.txt", "a") as order:
         order.write(f"{name} {{os.environ['PYTEST_XDIST_WORKER']}}\\n")
     assert "{name}" != "several_a" or number != 1
 """
-# Two files that each wait until the other runs, too. Their words are enough: with the marker itself
-# they would be skipped where there is no GPU.
+# Two files that each wait until the other runs, too.
 MEETING = """
 import os
 import time
 import pytest
 
-WORDS = '''
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
-'''
 
 @pytest.mark.parametrize("number", range(3))
 def test_it(number):
@@ -50,23 +49,26 @@ def test_it(number):
 """
 
 
-def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path: Path) -> None:
+def test_files_with_several_processes_come_last_each_group_in_one_process(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     (folder / "distributed").mkdir(parents=True)
-    shutil.copy(CONFTEST, folder)
-    for name in ("several_a", "several_b", "single_a", "single_b"):
-        mark = "@pytest.mark.distributed" if name.startswith("several") else ""
-        (folder / f"test_{name}.py").write_text(NOTE.format(mark=mark, name=name))
-    for name in ("ranks_a", "ranks_b"):
-        text = NOTE.format(mark="@pytest.mark.distributed", name=name)
-        (folder / "distributed" / f"test_{name}.py").write_text(text)
-    text = "from tests.distributed.pool import Ranks\n" + NOTE.format(
-        mark="@pytest.mark.distributed", name="ranks_c"
-    )
-    (folder / "distributed" / "pool.py").write_text("Ranks = None\n")
-    (folder / "test_ranks_c.py").write_text(text)
     (folder / "distributed" / "foreign").mkdir()
-    text = NOTE.format(mark="@pytest.mark.distributed", name="modules")
+    (folder / "ranks").mkdir()
+    shutil.copy(CONFTEST, folder)
+    shutil.copy(FIXTURES, folder / "ranks")
+    (tmp_path / "torch.py").write_text(TORCH)  # It sees a GPU.
+    for name in ("several_a", "several_b", "single_a", "single_b", "ranks_c"):
+        text = NOTE.format(
+            mark="" if name.startswith("single") else "@pytest.mark.distributed",
+            name=name,
+            more="ranks, " if name.startswith("ranks") else "",
+        )
+        (folder / f"test_{name}.py").write_text(text)
+    mark = {"mark": "@pytest.mark.distributed", "more": "ranks, "}
+    for name in ("ranks_a", "ranks_b"):
+        text = NOTE.format(name=name, **mark)
+        (folder / "distributed" / f"test_{name}.py").write_text(text)
+    text = NOTE.format(name="modules", **mark)
     (folder / "distributed" / "foreign" / "test_modules.py").write_text(text)
     for name in ("gpu_a", "gpu_b"):
         (folder / "distributed" / f"test_{name}.py").write_text(MEETING.format(name=name))
@@ -95,7 +97,7 @@ def test_files_with_several_processes_come_last_each_lot_in_one_process(tmp_path
     ranks = {name: worker for name, worker in told if name.startswith("ranks")}
     assert list(ranks) == ["ranks_a", "ranks_b", "ranks_c"]
     assert len(set(ranks.values())) == 1
-    assert [name for name, _ in told].index("modules") >= 9  # behind a lot, and what is none
+    assert [name for name, _ in told].index("modules") >= 9  # behind a group, and what is in none
 
 
 @pytest.fixture(scope="module")

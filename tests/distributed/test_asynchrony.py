@@ -16,7 +16,7 @@ from strategies.runtime.update.reduction import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

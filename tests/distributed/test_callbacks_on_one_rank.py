@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import PipelineError
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
 from tests.distributed.test_lightning import QUIET
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

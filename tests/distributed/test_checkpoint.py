@@ -8,31 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from launcher.workloads.data.module import TextDataModule
 from launcher.workloads.data.source import TextSource
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, Learner, small_shape, train
+from strategies.errors import CheckpointError, DamagedCheckpointError
+from tests.ranks.fit import SaveAt, fit
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, Learner, small_shape, train
 
 pytestmark = pytest.mark.distributed
-
-
-class SaveAt(Callback):
-    """Saves inside the loop, as ModelCheckpoint does."""
-
-    reads_weights = False  # Saving makes them whole first.
-
-    def __init__(self, step: int, path: str) -> None:
-        self._step = step
-        self._path = path
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self._step and not trainer.fit_loop._should_accumulate():
-            trainer.save_checkpoint(self._path)
 
 
 def train_and_save(case: Case, step: int, path: str) -> dict[str, Any]:
@@ -124,7 +111,9 @@ def test_a_damaged_checkpoint_is_refused(
         victim.unlink()
     else:
         victim.write_bytes(data)
-    with pytest.raises(AssertionError, match=r"rank_00001.safetensors is damaged: expected SHA"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"rank_00001.safetensors is damaged: expected SHA"
+    ):
         ranks(2).run(train_resumed, case=case, path=str(path))
 
 
@@ -135,7 +124,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     path = tmp_path / "step-2.ckpt"
     ranks(1).run(train_and_save, case=case, step=2, path=str(path))
     deeper = replace(case, shape=small_shape(layers=5))
-    with pytest.raises(AssertionError, match="checkpoint of another model: it lacks"):
+    with pytest.raises(CheckpointError, match="checkpoint of another model: it lacks"):
         ranks(1).run(train_resumed, case=deeper, path=str(path))
 
 
@@ -145,13 +134,12 @@ def test_a_checkpoint_of_a_deeper_model_is_refused(
     case = Case("gpipe", pp=1, steps=3, shape=small_shape(layers=5))
     path = tmp_path / "step-2.ckpt"
     ranks(1).run(train_and_save, case=case, step=2, path=str(path))
-    with pytest.raises(AssertionError, match="another model: it has 9 parameters that this one"):
+    with pytest.raises(CheckpointError, match="another model: it has 9 parameters that this one"):
         ranks(1).run(train_resumed, case=replace(case, shape=small_shape()), path=str(path))
 
 
 def train_text(text: str, steps: int, save: str | None, resume: str | None) -> dict[str, Any]:
     """The data module's own position, over the end of an epoch."""
-    from strategies.runtime.lightning.strategy import PipelineStrategy
 
     class Rows(Callback):
         def __init__(self) -> None:
@@ -165,18 +153,6 @@ def train_text(text: str, steps: int, save: str | None, resume: str | None) -> d
     callbacks: list[Callback] = [rows]
     if save is not None:
         callbacks.append(SaveAt(5, save))
-    strategy = PipelineStrategy(pp=2, num_microbatches=2, timeout_s=60, seed=0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        limit_val_batches=0,
-    )
     data = TextDataModule(
         TextSource("text", path=text),
         sequence=shape.sequence,
@@ -185,9 +161,16 @@ def train_text(text: str, steps: int, save: str | None, resume: str | None) -> d
         val_fraction=0.0,
     )
     model = Learner(shape)
-    trainer.fit(model, datamodule=data, ckpt_path=resume)
-    strategy.engine.close()
-    return {"rows": rows.rows, "parameters": {n: p.detach() for n, p in model.named_parameters()}}
+    options = {"max_steps": steps, "limit_val_batches": 0, "precision": "32-true"}
+    with fit(
+        model,
+        data,
+        strategy={"pp": 2, "num_microbatches": 2, "seed": 0},
+        resume=resume,
+        callbacks=callbacks,
+        **options,
+    ) as run:
+        return {"rows": rows.rows, "parameters": run.weights}
 
 
 def test_the_data_continues_where_it_was(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:

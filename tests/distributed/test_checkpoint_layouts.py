@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from strategies.runtime.storage import tensor_files
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, small_shape, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
@@ -226,7 +226,7 @@ def test_a_failed_save_ends_training_at_the_next_step(
 def train_and_validate(case: Case, path: str, resume: str | None) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
-    from tests.distributed.training import Sentences
+    from tests.ranks.training import Sentences
 
     loader = DataLoader(Sentences(16), batch_size=case.rows)
     watch = Watch(None if resume else path)

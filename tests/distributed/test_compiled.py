@@ -20,8 +20,9 @@ from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed import test_parity, test_tensor_parallel
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, small_shape, train
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
@@ -160,19 +161,14 @@ def fit_net(compile: bool) -> dict[str, Any]:
     counters.clear()
     net = Net()
     data = torch.randn(24, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    strategy = PipelineStrategy(
-        pp=2, num_microbatches=4, schedule="gpipe", compile=compile, timeout_s=120
-    )
+    loader = DataLoader(TensorDataset(data, data.flip(1)), batch_size=8)
+    strategy = {
+        "pp": 2, "num_microbatches": 4, "schedule": "gpipe", "compile": compile, "timeout_s": 120,
+    }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            strategy=strategy, accelerator="cpu", precision="64-true", max_epochs=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(net, DataLoader(TensorDataset(data, data.flip(1)), batch_size=8))
-    found = {name: value.detach().clone() for name, value in net.named_parameters()}
-    strategy.engine.close()
-    return {"weights": found, "graphs": counters["stats"]["unique_graphs"]}
+        with fit(net, loader, strategy=strategy, max_epochs=1) as run:
+            return {"weights": run.weights, "graphs": counters["stats"]["unique_graphs"]}
 
 
 @pytest.mark.full

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, small_shape, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 

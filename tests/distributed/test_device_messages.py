@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.messages import device_transport
 from strategies.runtime.messages.device_transport import DeviceTransport
 from tests.device_messages import FORGETTING, shared_gpu, talk
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, Sentences, reference, small_shape, train
 from tests.emulated_device import CUDA, trainer_on_it
 from tests.emulated_ipc import emulated_ipc
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, Sentences, reference, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
@@ -236,26 +236,14 @@ def count(folder: str | None, backend: str) -> list[float]:
         if folder is not None:
             stack.enter_context(trainer_on_it())
             stack.enter_context(emulated_ipc(Path(folder)))
-        strategy = PipelineStrategy(
-            pp=2,
-            num_microbatches=2,
-            backend=backend,  # type: ignore[arg-type]
-            timeout_s=60,
-            whole_after=False if folder else "auto",
-        )
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            strategy=strategy,
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
         module = Counted()
-        rows = TensorDataset(torch.arange(64.0).view(16, 4))
-        trainer.fit(module, DataLoader(rows, batch_size=4))
-        strategy.engine.close()
+        loader = DataLoader(TensorDataset(torch.arange(64.0).view(16, 4)), batch_size=4)
+        strategy = {
+            "pp": 2, "num_microbatches": 2, "backend": backend,
+            "whole_after": False if folder else "auto",
+        }  # fmt: skip
+        with fit(module, loader, strategy=strategy, max_steps=2, precision="32-true"):
+            pass
     return module.losses
 
 

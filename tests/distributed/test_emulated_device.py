@@ -22,9 +22,9 @@ from strategies.models.state import Fetch
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.step.executor import Executor
 from strategies.runtime.update.reduction import Reduction
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, train
 from tests.emulated_device import trainer_on_it
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, train
 
 pytestmark = pytest.mark.distributed
 

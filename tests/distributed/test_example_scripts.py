@@ -23,9 +23,9 @@ from launcher.config import LaunchConfig
 from launcher.processes.local import our_path
 from launcher.resolve import resolve
 from strategies.analysis.timeline import Timeline
-from tests.distributed.pool import Ranks
 from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import launch, read_result
+from tests.ranks.pool import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -16,7 +16,7 @@ from launcher.workloads.transformer_shape import MoeShape
 from strategies.models.expert_parallel import ExpertRanks
 from strategies.models.experts import Experts, Mixture, Router
 from strategies.plan import Recompute
-from tests.distributed.expert_training import (
+from tests.ranks.expert_training import (
     HIDDEN,
     ExpertCase,
     predict_unevenly,
@@ -24,8 +24,8 @@ from tests.distributed.expert_training import (
     train_alone,
     train_experts,
 )
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, reference, small_shape, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, reference, small_shape, train
 
 TOLERANCE = 1e-10
 

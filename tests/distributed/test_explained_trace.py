@@ -17,7 +17,7 @@ from strategies.costs.uniform import UniformCosts
 from strategies.plan import Plan
 from strategies.referee.trace import explain, put_together, read_trace
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 # Asleep, and for long: what else the machine does is small beside it.

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.pool import Ranks
 from tests.faults.mutations import fit_mutated
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

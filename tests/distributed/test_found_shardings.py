@@ -7,20 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from strategies.errors import ModelError
 from strategies.models.replay import cut_module
 from strategies.models.tensor_parallel import share_layers
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.share_values import ShareValues
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.distributed.fresh_modules import FRESH
-from tests.distributed.pool import Ranks
 from tests.distributed.unannotated import MODULES, STEPS, Module
+from tests.ranks.fit import SaveAt, fit, trainer_of
+from tests.ranks.pool import Ranks
 
 TOLERANCE = 1e-10
 
@@ -30,19 +28,6 @@ pytestmark = pytest.mark.distributed
 def build(name: str) -> Module:
     torch.manual_seed(1)
     return (MODULES | FRESH)[name]().double()
-
-
-class _Losses(Callback):
-    reads_weights = False
-
-    def __init__(self, save: str | None) -> None:
-        self.values: list[float] = []
-        self._save = save
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.values.append(float(trainer.callback_metrics["train_loss"]))
-        if self._save is not None and trainer.global_step == 3:
-            trainer.save_checkpoint(self._save)
 
 
 def train(
@@ -55,31 +40,22 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     module = build(name) if module is None else module
-    losses = _Losses(save)
-    strategy = PipelineStrategy(pp=pp, tp=tp, num_microbatches=2, timeout_s=60, seed=0, **options)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
+    with fit(
+        module,
+        strategy={"pp": pp, "tp": tp, "num_microbatches": 2, "seed": 0, **options},
+        resume=resume,
+        losses="train_loss",
         max_steps=STEPS,
         gradient_clip_val=0.5,
-        callbacks=[losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, ckpt_path=resume)
-    model = strategy.engine.model
-    found = {
-        "losses": losses.values,
-        "shards": dict(model.shards),
-        "weights": {n: p.detach().clone() for n, p in module.named_parameters()},
-        "tp_rank": strategy.coordinates.tp_rank,
-        "wholes": model._sharding.values.wholes if tp > 1 else {},
-    }
-    strategy.engine.close()
-    return found
+        callbacks=[] if save is None else [SaveAt(3, save)],
+    ) as run:
+        return {
+            "losses": run.losses,
+            "shards": run.shards,
+            "weights": run.weights,
+            "tp_rank": run.where.tp_rank,
+            "wholes": run.engine.model._sharding.values.wholes if tp > 1 else {},
+        }
 
 
 def compare(alone: dict[str, Any], results: list[dict[str, Any]]) -> None:
@@ -280,7 +256,7 @@ def test_a_plan_that_computes_something_else_is_refused_by_layer_before_the_firs
 
 
 def test_compiled_layers_are_refused(ranks: Callable[[int], Ranks]) -> None:
-    with pytest.raises(AssertionError, match=r"ModelError: compile=true with tp=2: the layers of"):
+    with pytest.raises(ModelError, match=r"compile=true with tp=2: the layers of"):
         ranks(2).run(train, name="mlp", pp=1, tp=2, compile=True)
 
 
@@ -300,19 +276,10 @@ class _Evaluated(Module):
 def evaluate(name: str) -> tuple[dict[str, float], torch.Tensor]:
     given = build(name)
     module = _Evaluated(given.net, given._make).double()
-    strategy = PipelineStrategy(tp=2, num_microbatches=2, timeout_s=60, seed=0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer: Any = trainer_of({"tp": 2, "num_microbatches": 2, "seed": 0})
     (found,) = trainer.validate(module, verbose=False)
     chances = torch.cat(trainer.predict(module))
-    strategy.engine.close()
+    trainer.strategy.engine.close()
     return dict(found), chances
 
 

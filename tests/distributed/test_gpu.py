@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.pool import Ranks
 from tests.distributed.test_parity import check
-from tests.distributed.training import Case
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.messages import transport
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -79,15 +79,14 @@ class Losses(pl.Callback):
 def losses_with(**options: Any) -> list[float]:
     rows = torch.randn(STEPS * 256, WIDTH, generator=torch.Generator().manual_seed(3))
     losses = Losses()
-    strategy = PipelineStrategy(num_microbatches=MICROBATCHES, **options)
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, max_steps=STEPS, logger=False, callbacks=[losses],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    with mock.patch.object(transport, "_WORTH_A_THREAD", 0):
-        trainer.fit(Model(), DataLoader(TensorDataset(rows), batch_size=256))
-    strategy.engine.close()
-    return losses.values
+    loader = DataLoader(TensorDataset(rows), batch_size=256)
+    strategy = {"num_microbatches": MICROBATCHES, **options}
+    given = {"max_steps": STEPS, "precision": "32-true", "callbacks": [losses]}
+    with (
+        mock.patch.object(transport, "_WORTH_A_THREAD", 0),
+        fit(Model(), loader, strategy=strategy, **given),
+    ):
+        return losses.values
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shared"])

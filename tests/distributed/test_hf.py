@@ -16,8 +16,8 @@ from launcher.workloads.hf.export import export_checkpoint, library_name
 from strategies.errors import ModelError
 from strategies.models.tensor_parallel import share_layers
 from strategies.plan import Policy
-from tests.distributed.hf_training import HfCase, balanced_reference, reference, train_hf, train_own
-from tests.distributed.pool import Ranks
+from tests.ranks.hf_training import HfCase, balanced_reference, reference, train_hf, train_own
+from tests.ranks.pool import Ranks
 from tests.tiny_models import batch_of, shape_of, write_model
 
 TOLERANCE = 1e-8

@@ -11,8 +11,8 @@ import pytest
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.control import Bulletin
 from strategies.runtime.step.executor import Executor
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, train
 
 pytestmark = pytest.mark.distributed
 

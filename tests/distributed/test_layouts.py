@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.distributed import test_parity, test_tensor_parallel
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, small_shape
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape
 
 pytestmark = pytest.mark.distributed
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Learner, Sentences, small_shape
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Learner, Sentences, small_shape
 
 pytestmark = pytest.mark.distributed
 

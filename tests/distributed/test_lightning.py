@@ -22,16 +22,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import QUIET, trainer_of
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
-
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Plain(pl.LightningModule):
@@ -117,9 +111,7 @@ def _loader(rows: int = 32, **options: Any) -> DataLoader:
 
 
 def _trainer(strategy: PipelineStrategy | None, **options: Any) -> pl.Trainer:
-    extra: dict[str, Any] = {"devices": 1} if strategy is None else {"strategy": strategy}
-    defaults = {"enable_checkpointing": False, "max_epochs": 3, "precision": "64-true"}
-    return pl.Trainer(**(QUIET | defaults | extra | options))
+    return trainer_of(strategy, **{"max_epochs": 3, **options})
 
 
 def fit(kind: str, pipelined: bool, **strategy_options: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import pytest
 
 from launcher.workloads.transformer_shape import MoeShape
 from strategies.plan import Recompute
-from tests.distributed.pool import Ranks
 from tests.distributed.test_expert_parallel import check_built_in
 from tests.distributed.test_parity import NAMES, SHORT, _degrees, _microbatches, check
-from tests.distributed.training import Case, small_shape
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape
 
 pytestmark = pytest.mark.distributed
 

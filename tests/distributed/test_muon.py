@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, reference, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, reference, train
 
 pytestmark = pytest.mark.distributed
 

@@ -12,9 +12,9 @@ import pytest
 from strategies.errors import PipelineError
 from strategies.plan import Recompute
 from strategies.schedules import SCHEDULES
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, reference, small_shape, train
 from tests.faults.results import record
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, reference, small_shape, train
 
 pytestmark = pytest.mark.distributed
 

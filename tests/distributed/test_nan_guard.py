@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from strategies.errors import ModelError, NotFiniteError
 from strategies.runtime.engine.rank_engine import Engine
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, Learner, Sentences, small_shape
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, Learner, Sentences, small_shape
 
 pytestmark = pytest.mark.distributed
 
@@ -98,46 +98,22 @@ def train(*, fault: Fault, on_nan: str, module: type[Faulty] = Faulty) -> dict[s
     model = module(case.shape, case.optimizer)
     model.fault = fault
     schedule = Schedule(fault)
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        tp=case.tp,
-        schedule=case.schedule,
-        backend=case.backend,  # type: ignore[arg-type]
-        num_microbatches=case.microbatches,
-        overlap=case.overlap,  # type: ignore[arg-type]
-        bucket_mb=case.buckets_mb,
-        split_backward=case.split_backward,
-        costs=case.costs,
-        timeout_s=60,
-        seed=0,
-        on_nan=on_nan,  # type: ignore[arg-type]
-    )
+    strategy = case.strategy(on_nan=on_nan)
     kinds: dict[str, Any] = {"precision": fault.precision}
     if fault.precision == "16-mixed":  # Lightning would take bf16 on a CPU
         device = "cuda" if case.accelerator == "gpu" else "cpu"
         scaler = torch.amp.GradScaler(device, fault.scale)
         kinds = {"plugins": [MixedPrecision("16-mixed", device, scaler)]}
-    trainer = pl.Trainer(
-        accelerator=case.accelerator,
-        devices=1 if case.accelerator == "gpu" else "auto",
-        strategy=strategy,
-        **kinds,
-        accumulate_grad_batches=case.accumulation,
-        gradient_clip_val=case.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[schedule],
-        max_steps=STEPS,
-    )
+    options = case.trainer() | kinds | {"callbacks": [schedule], "max_steps": STEPS}
+    del options["losses"]
+    trainer = trainer_of(strategy, **options)
     loader = DataLoader(Sentences(case.count), batch_size=case.rows)
     error = ""
     try:
         trainer.fit(model, loader)
     except NotFiniteError as raised:
         error = str(raised)
+    strategy = trainer.strategy
     engine = strategy.engine
     engine.complete()
     found = {

@@ -19,8 +19,8 @@ from strategies.runtime.messages import shared_memory, transport
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.shared_memory import Channel
 from strategies.runtime.messages.transport import SharedTransport
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, small_shape, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.ir.kinds import Kind
 from strategies.plan import Recompute
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import fit as fit_module
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -89,33 +89,35 @@ def loader() -> DataLoader[Any]:
 def fit(kind: str, **options: Any) -> dict[str, Any]:
     module = MODULES[kind]()
     calls = count_calls(module)
-    strategy = PipelineStrategy(num_microbatches=3, timeout_s=60, **options)
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", precision="64-true", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, use_distributed_sampler=False,
-    )  # fmt: skip
-    trainer.fit(module, loader(), loader())
-    engine = strategy.engine
-    rank = engine.coordinates.pp_rank
-    mailbox = engine.mailbox
-    found = {
-        "weights": {name: value.detach().clone() for name, value in module.named_parameters()},
-        "val_loss": float(trainer.callback_metrics["val_loss"]),
-        "skips": engine.plan.skips,
-        "sent": [
-            (item.stage, item.peer, [] if spec is None else [len(shape) for shape in spec.shapes])
-            for item in engine.programs.train.ranks[rank]
-            if item.kind is Kind.SEND and item.payload is Kind.F and item.microbatch == 0
-            for spec in [mailbox._specs.get(mailbox._key(item.stage, item.peer, 0))]
-        ],
-        "bytes": mailbox.bytes_sent,
-        "again": sum(item.kind is Kind.R for item in engine.programs.train.ranks[rank]),
-        "forwards": sum(item.kind is Kind.F for item in engine.programs.train.ranks[rank]),
-        "calls": dict(calls),
-    }
-    engine.close()
-    return found
+    with fit_module(
+        module,
+        loader(),
+        loader(),
+        strategy={"num_microbatches": 3, **options},
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    ) as run:
+        program, mailbox = run.program, run.engine.mailbox
+        return {
+            "weights": run.weights,
+            "val_loss": run.metrics["val_loss"],
+            "skips": run.engine.plan.skips,
+            "sent": [
+                (
+                    item.stage,
+                    item.peer,
+                    [] if spec is None else [len(shape) for shape in spec.shapes],
+                )
+                for item in program
+                if item.kind is Kind.SEND and item.payload is Kind.F and item.microbatch == 0
+                for spec in [mailbox._specs.get(mailbox._key(item.stage, item.peer, 0))]
+            ],
+            "bytes": mailbox.bytes_sent,
+            "again": sum(item.kind is Kind.R for item in program),
+            "forwards": sum(item.kind is Kind.F for item in program),
+            "calls": dict(calls),
+        }
 
 
 def count_calls(module: pl.LightningModule) -> Counter[str]:

@@ -13,8 +13,8 @@ import torch
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, evaluate, evaluated, reference, small_shape, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, evaluate, evaluated, reference, small_shape, train
 
 TOLERANCE = 1e-10
 SHORT = 3  # steps of an everyday case; those of the full matrix have ten

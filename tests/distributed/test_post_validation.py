@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from launcher.config.workload import OptimizerConfig
 from launcher.workloads.optimizer import build_scheduler
 from strategies.errors import NotFiniteError
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.lightning.updating_strategy import why_it_waits
-from tests.distributed.pool import Ranks
-from tests.distributed.training import (
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
+from tests.ranks.training import (
     SEQUENCE,
     VOCAB,
     Case,
@@ -130,41 +130,20 @@ def train(
 ) -> dict[str, Any]:
     model = Plain(case.optimizer) if plain else Model(case.shape, case.optimizer)
     model.bad_steps = bad_steps
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        schedule=case.schedule,
-        num_microbatches=case.microbatches,
-        overlap=case.overlap,  # type: ignore[arg-type]
-        bucket_mb=case.buckets_mb,
-        backend=case.backend,  # type: ignore[arg-type]
-        timeout_s=60,
-        seed=0,
-        on_nan=on_nan,
-        post_validation=late,
-    )
     notes = Notes(path)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision=precision,
-        accumulate_grad_batches=case.accumulation,
-        gradient_clip_val=case.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        val_check_interval=val or 1.0,
-        num_sanity_val_steps=0,
-        callbacks=[notes],
-        max_steps=case.steps,
-    )
+    options = case.trainer() | {
+        "precision": precision, "val_check_interval": val or 1.0, "num_sanity_val_steps": 0,
+        "callbacks": [notes],
+    }  # fmt: skip
+    del options["losses"]
+    trainer: Any = trainer_of(case.strategy(on_nan=on_nan, post_validation=late), **options)
     loader = DataLoader(Sentences(case.count), batch_size=case.rows)
     error = ""
     try:
         trainer.fit(model, loader, loader if val else None, ckpt_path=resume)
     except NotFiniteError as raised:
         error = str(raised)
+    strategy = trainer.strategy
     engine = strategy.engine
     engine.complete()
     optimizer = trainer.optimizers[0]

@@ -14,20 +14,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
 from tests.distributed.test_training_details import Units
+from tests.ranks.fit import fit as fit_module
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 FULL = pytest.mark.full
-
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "max_epochs": 1,
-}
 
 
 class Gradients(Callback):
@@ -128,28 +120,32 @@ def fit(
     accelerator: str = "cpu",
     **options: Any,
 ) -> dict[str, Any]:
-    given = {"num_microbatches": 3, "schedule": "1f1b", "timeout_s": 60, **options}
-    strategy = PipelineStrategy(pp=pp, dp=dp, bucket_mb=1e-4, **given)
+    given = {"num_microbatches": 3, "schedule": "1f1b", "bucket_mb": 1e-4, **options}
     kinds: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":
         device = "cuda" if accelerator == "gpu" else "cpu"
         scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=1000)
         kinds = {"plugins": [MixedPrecision("16-mixed", device, scaler)]}
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=1 if accelerator == "gpu" else "auto",
-        strategy=strategy,
-        callbacks=list(callbacks),
-        gradient_clip_val=clip,
-        **{**QUIET, "max_epochs": epochs},
-        **kinds,
-    )
     module = MODULES[optimizer]()
-    trainer.fit(module, data(rows, batch), data(rows, batch), ckpt_path=resume)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    engine = strategy.engine
-    result = {
+    with fit_module(
+        module,
+        data(rows, batch),
+        data(rows, batch),
+        strategy={"pp": pp, "dp": dp, **given},
+        resume=resume,
+        accelerator=accelerator,
+        callbacks=callbacks,
+        gradient_clip_val=clip,
+        max_epochs=epochs,
+        **kinds,
+    ) as run:
+        if save is not None:
+            run.trainer.save_checkpoint(save)
+        return _found(run.engine, run.strategy)
+
+
+def _found(engine: Any, strategy: Any) -> dict[str, Any]:
+    return {
         "parameters": {n: p.detach().cpu().clone() for n, p in engine.named_parameters().items()},
         "mains": {
             n: piece.main.detach().cpu().clone()
@@ -162,8 +158,6 @@ def fit(
         ),
         "norm": strategy.stats.gradient_norm if strategy.stats else None,
     }
-    engine.close()
-    return result
 
 
 def fit_noting_gradients(**options: Any) -> dict[str, Any]:

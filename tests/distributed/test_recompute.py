@@ -22,13 +22,13 @@ from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import Kind
 from strategies.ir.text import parse_instruction
 from strategies.plan import Recompute
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.step.activation_bytes import ActivationBytes, StageBytes
-from tests.distributed.pool import Ranks
 from tests.distributed.test_parity import check
 from tests.distributed.test_tensor_parallel import GROUPED
 from tests.distributed.test_tensor_parallel import check as check_shared
-from tests.distributed.training import Case, small_shape, train
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
@@ -293,47 +293,22 @@ class Ordinary(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-class _Logged(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def fit_ordinary(policy: str, schedule: str) -> dict[str, Any]:
-    module, logged = Ordinary(), _Logged()
-    strategy = PipelineStrategy(
-        pp=2,
-        schedule=schedule,
-        num_microbatches=4,
-        recompute=POLICIES.get(policy, Recompute()),
-        timeout_s=60,
-        seed=1,
-    )
+    module = Ordinary()
+    strategy = {
+        "pp": 2, "schedule": schedule, "num_microbatches": 4,
+        "recompute": POLICIES.get(policy, Recompute()), "seed": 1,
+    }  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(2, 44, 4, generator=generator, dtype=torch.float64).unbind()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[logged],
-    )
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=12))
-    program = strategy.engine.programs.train.ranks[strategy.coordinates.pp_rank]
-    result = {
-        "losses": logged.losses,
-        "state": {name: value.clone() for name, value in module.state_dict().items()},
-        "updates": module.mean.update_count,
-        "num_r": sum(item.kind is Kind.R for item in program),
-    }
-    strategy.engine.close()
-    return result
+    loader = DataLoader(TensorDataset(x, y), batch_size=12)
+    with fit(module, loader, strategy=strategy, max_epochs=1, losses="train_loss") as run:
+        return {
+            "losses": run.losses,
+            "state": {name: value.clone() for name, value in module.state_dict().items()},
+            "updates": module.mean.update_count,
+            "num_r": sum(item.kind is Kind.R for item in run.program),
+        }
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|logging interval).*")

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from strategies.errors import PipelineError
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Learner, Sentences, small_shape
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Learner, Sentences, small_shape
 
 pytestmark = pytest.mark.distributed
 
@@ -78,14 +78,11 @@ class _Odd(Learner):
 def _fit(
     folder: str, pp: int, dp: int, meddler: int | None, kind: str, overlap: str = "grad_reduce"
 ) -> tuple[str, int]:
-    strategy = PipelineStrategy(
-        pp=pp, dp=dp, num_microbatches=4, timeout_s=20, seed=0, overlap=overlap
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, precision="64-true", max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[] if meddler is None else [_Meddler(meddler)],
-    )  # fmt: skip
+    strategy = {
+        "pp": pp, "dp": dp, "num_microbatches": 4, "timeout_s": 20, "seed": 0, "overlap": overlap,
+    }  # fmt: skip
+    callbacks = [] if meddler is None else [_Meddler(meddler)]
+    trainer: Any = trainer_of(strategy, max_steps=2, callbacks=callbacks)
     if kind.startswith("hasty"):
         trainer.callbacks.append(_Hasty(1 if kind == "hasty" else None))
     module = _Odd(small_shape())

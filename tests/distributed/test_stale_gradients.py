@@ -28,9 +28,9 @@ from launcher.workloads.optimizer import Muon
 from strategies.analysis.timeline import Event
 from strategies.errors import ModelError
 from strategies.plan import Recompute
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed import training
-from tests.distributed.pool import Ranks
+from tests.ranks import training
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -225,40 +225,25 @@ def train(
         saver.append(_Looks(case.looks_at, alone=case.alone))
     if case.looks_before:
         saver.append(_LooksBefore())
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        tp=case.tp,
-        schedule=case.schedule,
-        num_microbatches=case.microbatches,
-        overlap=case.overlap,  # type: ignore[arg-type]
-        recompute=Recompute("optimal", max_full_activations=2.0)
+    strategy = {
+        "pp": case.pp, "dp": case.dp, "tp": case.tp, "schedule": case.schedule,
+        "num_microbatches": case.microbatches, "overlap": case.overlap,
+        "recompute": Recompute("optimal", max_full_activations=2.0)
         if case.recompute == "optimal"
-        else case.recompute,  # type: ignore[arg-type]
-        vertical_sync=case.vertical_sync,
-        units_per_stage=[4, 1] if case.bare else None,
-        synchronous_steps=case.synchronous,
-        error_feedback=case.feedback,
-        timeout_s=60,
-        on_nan="skip" if case.nan_at is not None else "stop",
-        seed=0,
-        whole_after=False,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
+        else case.recompute,
+        "vertical_sync": case.vertical_sync, "units_per_stage": [4, 1] if case.bare else None,
+        "synchronous_steps": case.synchronous, "error_feedback": case.feedback,
+        "on_nan": "skip" if case.nan_at is not None else "stop", "seed": 0, "whole_after": False,
+    }  # fmt: skip
+    trainer: Any = trainer_of(
+        strategy,
         devices=case.pp * case.dp * case.tp,
-        strategy=strategy,
-        precision="64-true",
         max_epochs=1,
         gradient_clip_val=case.clip,
         gradient_clip_algorithm="value" if case.by_value else "norm",
         accumulate_grad_batches=case.accumulation,
         val_check_interval=case.check_every,
         limit_val_batches=1 if case.check_every else 0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         log_every_n_steps=1000,
         callbacks=[losses, *saver],
     )
@@ -266,6 +251,7 @@ def train(
     x, y = rows_of(case)
     loader = DataLoader(TensorDataset(x, y), batch_size=case.rows, shuffle=False)
     trainer.fit(module, loader, loader if case.check_every else None, ckpt_path=resume)
+    strategy = trainer.strategy
     versions = strategy.engine._parts.versions
     timeline = strategy.measured_timeline()
     return {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from strategies.errors import PipelineError
 from strategies.runtime.messages.exchange import everybody
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
+from strategies.errors import DataError, ModelError
 from tests.distributed.test_checkpoint import train_and_save, train_resumed
-from tests.distributed.training import (
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
+from tests.ranks.training import (
     SEQUENCE,
     VOCAB,
     Case,
@@ -349,27 +350,12 @@ def train_words(
     plan: dict[str, Any], pp: int, tp: int, rows: int = 8, spoil: int | None = None
 ) -> dict[str, Any]:
     model = Words(plan)
-    strategy = PipelineStrategy(pp=pp, tp=tp, num_microbatches=2, timeout_s=60, seed=0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = {"pp": pp, "tp": tp, "num_microbatches": 2, "seed": 0}
     data = Sentences(3 * rows)
     if spoil is not None and strategy_rank() == spoil:
         data.tokens = data.tokens.roll(1, 0)
-    trainer.fit(model, DataLoader(data, batch_size=rows))
-    found = {
-        name: (value.detach().clone(), strategy.engine.model.shards.get(name))
-        for name, value in model.named_parameters()
-    }
-    strategy.engine.close()
-    return found
+    with fit(model, DataLoader(data, batch_size=rows), strategy=strategy, max_steps=3) as run:
+        return {name: (value, run.shards.get(name)) for name, value in run.weights.items()}
 
 
 def strategy_rank() -> int:
@@ -391,17 +377,17 @@ def test_a_users_module_with_words_for_its_layers_keeps_parity(
 def test_a_boundary_that_differs_between_sharers_is_refused(ranks: Callable[[int], Ranks]) -> None:
     # The first stage ends with a layer that gives each sharer other columns.
     plan = {"blocks.0.2": "colwise"}
-    with pytest.raises(AssertionError, match=r"tp=2: stage 0 hands on a tensor .* differs between"):
+    with pytest.raises(ModelError, match=r"tp=2: stage 0 hands on a tensor .* differs between"):
         ranks(4).run(train_words, plan=plan, pp=2, tp=2)
 
 
 def test_sharers_that_see_different_batches_are_told_so(ranks: Callable[[int], Ranks]) -> None:
-    with pytest.raises(AssertionError, match=r"see different batches .*rank 1 tp 1: [0-9a-f]{8}"):
+    with pytest.raises(DataError, match=r"see different batches .*rank 1 tp 1: [0-9a-f]{8}"):
         ranks(4).run(train_words, plan=WORDS, pp=2, tp=2, spoil=1)
 
 
 def test_a_module_that_is_cut_by_nobody_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    with pytest.raises(AssertionError, match=r"ModelError: tp=2: no layer of Plain is worth"):
+    with pytest.raises(ModelError, match=r"tp=2: no layer of Plain is worth"):
         ranks(2).run(train_plain)
 
 
@@ -418,16 +404,9 @@ class Plain(pl.LightningModule):
 
 
 def train_plain() -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=PipelineStrategy(tp=2, num_microbatches=1, timeout_s=60),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Plain(), DataLoader(Sentences(4), batch_size=4))
+    loader = DataLoader(Sentences(4), batch_size=4)
+    with fit(Plain(), loader, strategy={"tp": 2, "num_microbatches": 1}, max_steps=1):
+        pass
 
 
 @pytest.mark.full

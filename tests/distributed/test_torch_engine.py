@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from strategies import compile_program
 from strategies.referee import notation
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 WIDTH, ROWS = 6, 2  # of a microbatch

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from strategies.ir.kinds import Kind
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 F, B = Kind.F, Kind.B

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -17,13 +16,12 @@ from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.plan import Plan
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.simulator.engine import simulate
-from tests.distributed.pool import Ranks
-from tests.distributed.test_checkpoint import SaveAt
 from tests.distributed.test_parity import SHORT, check
-from tests.distributed.test_training_details import QUIET, Units, _loader
-from tests.distributed.training import Case, small_shape, train
+from tests.distributed.test_training_details import Units, _loader
+from tests.ranks.fit import SaveAt, trainer_of
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 FULL = pytest.mark.full
@@ -232,13 +230,12 @@ def fit(kind: str, overlap: str, callback: str = "none") -> dict[str, Any]:
 
     made = CALLBACKS[callback]
     callbacks = [] if made is None else [made()]
-    strategy = PipelineStrategy(
-        pp=1, dp=2, num_microbatches=2, overlap=overlap, bucket_mb=1e-4, timeout_s=60
-    )
+    strategy: Any = {
+        "pp": 1, "dp": 2, "num_microbatches": 2, "overlap": overlap, "bucket_mb": 1e-4,
+    }  # fmt: skip
     module = MODULES[kind]()
-    trainer = pl.Trainer(
-        max_epochs=2, enable_checkpointing=False, callbacks=callbacks, strategy=strategy, **QUIET
-    )
+    trainer = trainer_of(strategy, max_epochs=2, callbacks=callbacks)
+    strategy = trainer.strategy
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -26,7 +26,7 @@ from tests.documents.steps import Command, File, steps
 from tests.documents.test_keys import undocumented
 from tests.launcher.command_line import run_here
 from tests.launcher.runs import launch
-from tests.warm_server import rank_server_address
+from tests.ranks.rank_server import rank_server_address
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

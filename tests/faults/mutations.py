@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -22,8 +21,8 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MESSAGE_KINDS
 from strategies.ir.program import Program
 from strategies.runtime.engine import rank_setup
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.training import Learner, Sentences, small_shape
+from tests.ranks.fit import trainer_of
+from tests.ranks.training import Learner, Sentences, small_shape
 
 KINDS = ("order", "tag", "size", "type")
 
@@ -73,14 +72,11 @@ def fit_mutated(seed: int, kind: str, victim: int, pp: int, dp: int) -> tuple[st
     precision = "64-true"
     if changed and kind == "type" and what == "weights":
         precision = "32-true"
-    strategy = PipelineStrategy(
-        pp=pp, dp=dp, num_microbatches=4, timeout_s=20, seed=0,
-        grad_dtype=wire, check_batches=False,
-    )  # fmt: skip
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, precision=precision, max_steps=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    strategy = {
+        "pp": pp, "dp": dp, "num_microbatches": 4, "timeout_s": 20, "seed": 0,
+        "grad_dtype": wire, "check_batches": False,
+    }  # fmt: skip
+    trainer = trainer_of(strategy, max_steps=2, precision=precision)
     with mock.patch.object(rank_setup, "compile_plan", compile_plan):
         try:
             trainer.fit(Learner(shape), DataLoader(data, batch_size=8))

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import Ranks
 from tests.faults.mutations import KINDS, fit_mutated
 from tests.faults.results import record
+from tests.ranks.pool import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.faults]
 

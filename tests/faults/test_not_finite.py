@@ -13,11 +13,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import all_ranks, ranks  # noqa: F401 -- fixtures
-from tests.distributed.pool import Ranks
 from tests.distributed.test_nan_guard import BAD, STEPS, Fault, finite, same, train
-from tests.distributed.training import Case, Learner, small_shape
 from tests.faults.results import record
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, Learner, small_shape
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed]
 
@@ -62,7 +61,7 @@ def judged(world: Ranks, fault: Fault, on_nan: str) -> None:
             assert step == 0 or same(rank["weights"][step - 1], weights) == (step == BAD)
 
 
-def test_sixty_times(ranks: Callable[[int], Ranks]) -> None:  # noqa: F811
+def test_sixty_times(ranks: Callable[[int], Ranks]) -> None:
     chance = random.Random(6)
     passed, worst = 0, 0.0
     try:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.conftest import all_ranks, ranks  # noqa: F401 -- fixtures
-from tests.distributed.pool import Ranks
 from tests.distributed.test_checkpoint_layouts import AFTER, SAVED, train_and_save, train_resumed
-from tests.distributed.training import Case, small_shape
 from tests.faults.results import record
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape
 
 pytestmark = [pytest.mark.faults, pytest.mark.distributed]
 
@@ -27,7 +26,7 @@ LAYOUTS = ((2, 2, 1), (1, 2, 2), (1, 1, 1))
 LATER, TIMES = 50, 10
 
 
-def test_at_another_layout(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:  # noqa: F811
+def test_at_another_layout(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     path = str(tmp_path / "step-4.ckpt")
     case = replace(SAVED, shape=small_shape(kv_heads=2))
     passed, worst = 0, 0.0
@@ -78,7 +77,7 @@ def digest(parameters: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def test_at_the_same_layout(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:  # noqa: F811
+def test_at_the_same_layout(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     passed, worst = 0, 0.0
     layouts = [
         Case("1f1b", pp=2, dp=2), Case("zb_v", pp=2), Case("1f1b", pp=2, dp=2, overlap="zero1"),

@@ -16,8 +16,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 
 from strategies.plan import Recompute
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, Learner, Sentences, small_shape, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, Learner, Sentences, small_shape, train
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
 MOST_RANKS = 4

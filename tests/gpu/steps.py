@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.distributed import test_nan_guard as guard
-from tests.distributed.pool import Ranks
-from tests.distributed.test_checkpoint import SaveAt
 from tests.distributed.test_precision import check_skipped, fit_scaled
-from tests.distributed.training import Case, train
 from tests.gpu.layouts import LOSS_TOLERANCE, SHAPE
+from tests.ranks.fit import SaveAt
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, train
 
 # Of the cases of the guard: at one stage, with clipping, in a replica's share, in a forward.
 BAD_CASES = ("no clipping", "clipping", "shares", "a forward", "16-bit weights")

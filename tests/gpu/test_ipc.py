@@ -12,8 +12,8 @@ import pytest
 from strategies.runtime.messages.device_transport import DeviceTransport
 from tests.device_messages import talk
 from tests.distributed import test_parity
-from tests.distributed.pool import Ranks
-from tests.distributed.training import Case, train
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

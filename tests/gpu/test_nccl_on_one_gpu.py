@@ -12,22 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
 from tests.distributed.test_expert_parallel import compare_built_in
 from tests.distributed.test_mixture import MOE
 from tests.distributed.test_parity import compare
-from tests.distributed.test_precision import QUIET, data
+from tests.distributed.test_precision import data
 from tests.distributed.test_tensor_parallel import compare as compare_shared
 from tests.distributed.test_training_details import Units
-from tests.distributed.training import Case, small_shape, train
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
@@ -183,22 +182,18 @@ def train_marked(pp: int, backend: str, accelerator: str) -> dict[str, Tensor]:
     """This rank's weights after two steps."""
     if backend == "nccl":
         share_the_gpu()
-    strategy = PipelineStrategy(
-        pp=pp,
-        dp=1,  # "auto" would want a GPU per rank
-        num_microbatches=2,
-        backend=backend,  # type: ignore[arg-type]
-        timeout_s=60,
-        whole_after=False,
-    )
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=1 if accelerator == "gpu" else "auto",
-        strategy=strategy,
-        limit_val_batches=0,
-        **QUIET,
+    strategy = {
+        "pp": pp,
+        "dp": 1,  # "auto" would want a GPU per rank
+        "num_microbatches": 2,
+        "backend": backend,
+        "whole_after": False,
+    }
+    trainer: Any = trainer_of(
+        strategy, accelerator=accelerator, limit_val_batches=0, max_epochs=1, precision="32-true"
     )
     trainer.fit(Markings(), data())
+    strategy = trainer.strategy
     if pp > 1:
         assert "torch.int16" in {
             str(dtype) for spec in strategy.engine.mailbox._specs.values() for dtype in spec.dtypes

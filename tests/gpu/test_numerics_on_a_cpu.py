@@ -11,7 +11,6 @@ import pytest
 
 from strategies.errors import PlanError
 from strategies.runtime.lightning.request import plan_and_options
-from tests.distributed.pool import Ranks
 from tests.gpu import steps
 from tests.gpu import test_nccl_on_one_gpu as nccl
 from tests.gpu.layouts import (
@@ -28,6 +27,7 @@ from tests.gpu.layouts import (
     train_alone,
 )
 from tests.gpu.started import check_pipeline, check_start
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 FULL = pytest.mark.full

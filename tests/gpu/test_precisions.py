@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.pool import Ranks
 from tests.gpu.layouts import Layout, all_layouts, check, pairwise
+from tests.ranks.pool import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

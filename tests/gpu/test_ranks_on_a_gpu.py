@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.pool import Ranks
 from tests.distributed.test_parity import check
 from tests.distributed.test_tensor_parallel import check as check_shared
-from tests.distributed.training import Case, small_shape
+from tests.ranks.pool import Ranks
+from tests.ranks.training import Case, small_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Ranks
 from tests.gpu.steps import BAD_CASES, SPOILED, check_resume, check_skip, check_spoiled, check_stop
+from tests.ranks.pool import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from launcher.workloads.transformer import Attention
-from tests.distributed.training import small_shape
 from tests.gpu.measure import GPU, SMALL, flops_per_s, matmul_peak, train
+from tests.ranks.training import small_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.processes.rank_server import SHARED
-from tests.launcher.warm_launcher import run_forked, serves
-from tests.warm_server import rank_server_address, shares, variables
+from tests.ranks.launcher_server import run_forked, serves
+from tests.ranks.rank_server import rank_server_address, shares, variables
 
 # 12,112 parameters on bytes: a step takes milliseconds, what remains is starting up.
 MODEL = (

@@ -15,8 +15,8 @@ from launcher.processes.rank_server import SHARED
 from tests.forgery import write_bare
 from tests.launcher.command_line import launch_here, refused_here
 from tests.launcher.runs import Finished, launch
+from tests.ranks.rank_server import rank_server_address
 from tests.tiny_models import tiny_config, write_model
-from tests.warm_server import rank_server_address
 
 WORDS = ("model=hf", "model.sequence=16", "data.max_bytes=100000")
 LLAMA = {"vocab_size": 300, "tie_word_embeddings": True}

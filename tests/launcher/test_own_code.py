@@ -15,7 +15,7 @@ from tests.launcher.command_line import launch_here
 from tests.launcher.own_project import OWN, write_project
 from tests.launcher.runs import Finished, launch, read_result
 from tests.launcher.wandb_log import read_records, rows_and_run
-from tests.warm_server import rank_server_address
+from tests.ranks.rank_server import rank_server_address
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.processes.rank_server import SHARED
 from tests.launcher.command_line import launch_here
-from tests.warm_server import rank_server_address
+from tests.ranks.rank_server import rank_server_address
 
 
 def test_a_plan_is_explained_layer_by_layer_with_its_messages_and_what_lost(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from strategies.errors import CheckpointError
 from strategies.runtime.lightning.checkpoints.stock_file import load_checkpoint
-from tests.distributed.foreign.comparison import Net, examples
 from tests.distributed.foreign.test_checkpoints_as_stock import QUIET, Losses, strategy_of
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import Net, examples
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

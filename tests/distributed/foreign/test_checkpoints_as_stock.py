@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from strategies import PipelineStrategy
 from strategies.errors import CheckpointError, ModelError
 from strategies.runtime.lightning.checkpoints.stock_file import load_checkpoint
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     EVERY_LAYOUT,
     LAYOUTS,
     MICROBATCHES,
@@ -27,7 +27,7 @@ from tests.distributed.foreign.comparison import (
     Net,
     examples,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

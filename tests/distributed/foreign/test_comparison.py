@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.foreign.comparison import EVERY_LAYOUT, Net, equal_to_stock
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import EVERY_LAYOUT, Net, equal_to_stock
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

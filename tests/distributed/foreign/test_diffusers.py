@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import TensorDataset
 
-from tests.distributed.foreign.comparison import equal_to_stock, spread
 from tests.distributed.foreign.test_examples import ROWS, SIDE, Example, block, images
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import equal_to_stock, spread
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -27,8 +27,8 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import Accuracy
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.foreign import comparison
-from tests.distributed.foreign.comparison import (
+from tests.ranks import comparison
+from tests.ranks.comparison import (
     EVERY_LAYOUT,
     LAYOUTS,
     MICROBATCHES,
@@ -36,7 +36,7 @@ from tests.distributed.foreign.comparison import (
     equal_to_stock,
     spread,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -6,14 +6,14 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.foreign.comparison import LAYOUTS, MICROBATCHES, Net, examples
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import LAYOUTS, MICROBATCHES, Net, examples
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -30,17 +30,16 @@ class Tuned(Net):
 def find(*, strategy: dict[str, Any] | None, replicas: int = 1) -> dict[str, Any]:
     """What the search has seen and chosen, and what a training behind it comes to."""
     module = Tuned()
-    how: dict[str, Any] = {"devices": 1}
     if strategy is not None:
-        how = {
-            "strategy": PipelineStrategy(num_microbatches=MICROBATCHES, timeout_s=60, **strategy)
-        }
+        strategy = {"num_microbatches": MICROBATCHES, **strategy}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-            accelerator="cpu", precision="64-true", gradient_clip_val=0.8,
-            enable_checkpointing=False, default_root_dir=folder, num_sanity_val_steps=0, **how,
-        )  # fmt: skip
+        trainer = trainer_of(
+            strategy,
+            max_epochs=1,
+            gradient_clip_val=0.8,
+            default_root_dir=folder,
+            num_sanity_val_steps=0,
+        )
         data = examples(rows=64, replicas=replicas)
         finder = Tuner(trainer).lr_find(
             module, data, num_training=6, min_lr=1e-3, max_lr=3.0, early_stop_threshold=None

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, Sampler, random_split
 
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     BATCH,
     LAYOUTS,
     Net,
@@ -19,7 +19,7 @@ from tests.distributed.foreign.comparison import (
     examples,
     spread,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     BATCH,
     EVERY_LAYOUT,
     WIDTH,
@@ -20,7 +20,7 @@ from tests.distributed.foreign.comparison import (
     examples,
     train,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 WHOLE = {"loss_over": "batch"}

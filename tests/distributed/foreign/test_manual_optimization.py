@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from torchmetrics import Accuracy
 
 from strategies.errors import ModelError
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.foreign.comparison import (
+from tests.distributed.foreign.test_rows_told import told
+from tests.ranks.comparison import (
     CLASSES,
     WIDTH,
     Fitted,
@@ -26,8 +28,8 @@ from tests.distributed.foreign.comparison import (
     spread,
     train,
 )
-from tests.distributed.foreign.test_rows_told import told
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import trainer_of
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -424,9 +426,10 @@ def test_what_a_step_makes_of_its_batch_is_of_all_rows(
 def test_losses_that_microbatches_cannot_share_are_refused_before_the_first_step(
     case: Any, words: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    expected = f"(?s)rank 0.*{words}.*num_microbatches=1.*rank 1.*{words}"
-    with pytest.raises(AssertionError, match=expected):
-        ranks(2).run(train, case=f"{__name__}:{case.__name__}", strategy={"pp": 2})
+    name = f"{__name__}:{case.__name__}"
+    for refusal in ranks(2).refusals(train, case=name, strategy={"pp": 2}):
+        assert isinstance(refusal, ModelError)
+        assert re.search(f"(?s){words}.*num_microbatches=1", str(refusal))
 
 
 class Drawing(Gan):
@@ -582,16 +585,11 @@ def test_what_does_not_go_with_several_passes_is_refused(
 
 
 def validated_first() -> int:
-    strategy = PipelineStrategy(pp=2, num_microbatches=4, timeout_s=60)
-    quiet: dict[str, Any] = {
-        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "accelerator": "cpu", "precision": "64-true",
-    }  # fmt: skip
-    trainer = pl.Trainer(strategy=strategy, max_epochs=1, **quiet)
+    trainer: Any = trainer_of({"pp": 2, "num_microbatches": 4}, max_epochs=1)
     module = Gan()
     trainer.validate(module, examples(), verbose=False)
     trainer.fit(module, examples(), examples())
-    strategy.engine.close()
+    trainer.strategy.engine.close()
     return int(trainer.global_step)
 
 
@@ -645,7 +643,7 @@ class Leaves(Tells):
 
 
 def test_what_a_step_has_left_is_no_number_of_the_batch(ranks: Callable[[int], Ranks]) -> None:
-    with pytest.raises(AssertionError, match="latest was left by a step with manual"):
+    with pytest.raises(ModelError, match="latest was left by a step with manual"):
         equal_to_stock(ranks, Leaves, "1f1b")
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from strategies.errors import ModelError
 from strategies.models.logs import Replicas, share_metrics
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     CLASSES,
     TOLERANCE,
     Net,
@@ -23,7 +23,7 @@ from tests.distributed.foreign.comparison import (
     spread,
     train,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 KIND: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES}
@@ -486,5 +486,7 @@ def test_callbacks_decide_by_a_metric_as_under_stock_lightning(
 def test_what_ranks_cannot_agree_on_is_refused(
     case: Any, strategy: Any, words: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    with pytest.raises(AssertionError, match=f"(?s)rank 0.*{words}.*rank 1.*{words}"):
-        ranks(2).run(train, case=f"{__name__}:{case.__qualname__}", strategy={"pp": 2, **strategy})
+    name = f"{__name__}:{case.__qualname__}"
+    for refusal in ranks(2).refusals(train, case=name, strategy={"pp": 2, **strategy}):
+        assert isinstance(refusal, ModelError)
+        assert words in str(refusal)

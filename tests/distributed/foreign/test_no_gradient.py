@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
-from tests.distributed.foreign.comparison import Net, equal_to_stock, spread
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import Net, equal_to_stock, spread
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.distributed.foreign.comparison import BATCH, CLASSES, LAYOUTS, equal_to_stock, spread
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import BATCH, CLASSES, LAYOUTS, equal_to_stock, spread
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

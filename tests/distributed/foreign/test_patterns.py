@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader
 
-from tests.distributed.foreign.comparison import (
+from strategies.errors import ModelError
+from tests.ranks.comparison import (
     BATCH,
     LAYOUTS,
     Net,
@@ -25,7 +26,7 @@ from tests.distributed.foreign.comparison import (
     spread,
     train,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -84,7 +85,7 @@ class Negative(Distributed):
 
 def test_wrong_arguments_are_found_where_the_values_are(ranks: Callable[[int], Ranks]) -> None:
     """Stock Lightning, too, ends with this error of torch."""
-    with pytest.raises(AssertionError, match=r"parameter scale .*GreaterThan\(lower_bound=0.0\)"):
+    with pytest.raises(ValueError, match=r"parameter scale .*GreaterThan\(lower_bound=0.0\)"):
         equal_to_stock(ranks, Negative, "1f1b")
 
 
@@ -392,7 +393,7 @@ def test_layers_that_no_pipeline_can_run_are_refused_at_once(
     ranks: Callable[[int], Ranks], case: type[Net], words: str
 ) -> None:
     name = f"{case.__module__}:{case.__qualname__}"
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(ModelError, match=words):
         ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"], precision="32-true")
 
 

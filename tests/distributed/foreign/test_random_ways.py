@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.distributed.foreign.comparison import LAYOUTS, Net, equal_to_stock, spread, train
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import LAYOUTS, Net, equal_to_stock, spread, train
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import fit, trainer_of
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 ROWS = 8
@@ -114,13 +115,9 @@ def order(
     """
     pl.seed_everything(5, verbose=False)
     module = (Two if kind == "two loaders" else Noting)(draws=kind == "shuffled")
-    how: dict[str, Any] = {"devices": 1}
     if strategy is not None:
-        how = {"strategy": PipelineStrategy(num_microbatches=2, timeout_s=60, **strategy)}
-    it = pl.Trainer(
-        accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **how,
-    )  # fmt: skip
+        strategy = {"num_microbatches": 2, **strategy}
+    it = trainer_of(strategy, max_epochs=epochs, precision="32-true")
     if unlike and it.global_rank:
 
         class Drawing(pl.Callback):
@@ -195,16 +192,17 @@ class Drawing(Noting):
 def noise(save: tuple[str, str] | None = None, resume: str | None = None) -> list[float]:
     pl.seed_everything(5, verbose=False)
     module = Drawing()
-    it = pl.Trainer(
-        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[] if save is None else [Saving(*save)],
-        strategy=PipelineStrategy(num_microbatches=2, timeout_s=60, **PIPELINE),
-    )  # fmt: skip
     data = TensorDataset(torch.ones(ROWS, 4), torch.arange(ROWS))
-    it.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)
-    it.strategy.engine.close()  # type: ignore[attr-defined]
-    return module.heard
+    with fit(
+        module,
+        DataLoader(data, batch_size=2),
+        strategy={"num_microbatches": 2, **PIPELINE},
+        resume=resume,
+        callbacks=[] if save is None else [Saving(*save)],
+        max_epochs=3,
+        precision="32-true",
+    ):
+        return module.heard
 
 
 @pytest.mark.full

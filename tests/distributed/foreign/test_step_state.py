@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss, one_hot
 
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     CLASSES,
     EVERY_LAYOUT,
     TOLERANCE,
@@ -23,7 +23,7 @@ from tests.distributed.foreign.comparison import (
     examples,
     train,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 ONE_REPLICA = pytest.mark.parametrize(

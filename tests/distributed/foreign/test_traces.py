@@ -21,13 +21,13 @@ from torch import Tensor
 
 from strategies.errors import ModelError
 from strategies.models.replay.replay_model import ReplayModel
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     WIDTH,
     Net,
     equal_to_stock,
     spread,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 LOSSES: list[float] = []
 STEPS = 0

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     TOLERANCE,
     WIDTH,
     Net,
     equal_to_stock,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 
 class Physics(Net):

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.foreign.comparison import (
+from strategies.errors import ModelError, PlanError
+from tests.ranks.comparison import (
     BATCH,
     LAYOUTS,
     TOLERANCE,
@@ -24,7 +23,8 @@ from tests.distributed.foreign.comparison import (
     spread,
     train,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -319,22 +319,15 @@ def test_rows_and_numbers_of_the_whole_batch_from_some_epoch_on(
 
 def resume(*, folder: str, strategy: dict[str, Any] | None) -> dict[str, Tensor]:
     """Two epochs, and two more by another Trainer from a file."""
-    quiet: dict[str, Any] = {
-        "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_checkpointing": False, "accelerator": "cpu", "precision": "64-true",
-    }  # fmt: skip
     file = None
+    if strategy is not None:
+        strategy = {"num_microbatches": 4, "timeout_s": 20, **strategy}
     for epochs in (2, 4):
         module = LossLater().double()  # Stock Lightning rounds what it loads to a module's type.
-        how: dict[str, Any] = {"devices": 1}
-        if strategy is not None:
-            how = {"strategy": PipelineStrategy(num_microbatches=4, timeout_s=20, **strategy)}
-        trainer = pl.Trainer(max_epochs=epochs, default_root_dir=folder, **quiet, **how)
-        trainer.fit(module, examples(), ckpt_path=file)
-        file = f"{folder}/it.ckpt"
-        trainer.save_checkpoint(file)
-        if isinstance(trainer.strategy, PipelineStrategy):
-            trainer.strategy.engine.close()
+        options = {"max_epochs": epochs, "default_root_dir": folder}
+        with fit(module, examples(), strategy=strategy, resume=file, **options) as run:
+            file = f"{folder}/it.ckpt"
+            run.trainer.save_checkpoint(file)
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
@@ -441,7 +434,7 @@ def test_a_way_that_cannot_be_followed_is_refused_when_it_comes(
     ranks: Callable[[int], Ranks], case: Any, words: str
 ) -> None:
     name = f"{case.__module__}:{case.__qualname__}"
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(ModelError, match=words):
         ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"] | {"timeout_s": 5})
 
 
@@ -510,7 +503,7 @@ def test_replicas_that_begin_differently_are_refused_before_the_first_step(
     ranks: Callable[[int], Ranks],
 ) -> None:
     name = f"{ByNumberOfReplica.__module__}:{ByNumberOfReplica.__qualname__}"
-    with pytest.raises(AssertionError, match=r"(?s)the same stages.*net\.4"):
+    with pytest.raises(PlanError, match=r"(?s)the same stages.*net\.4"):
         ranks(4).run(train, case=name, strategy=LAYOUTS["1f1b-dp2"] | {"timeout_s": 5})
 
 

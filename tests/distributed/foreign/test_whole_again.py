@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strategies import PipelineStrategy
 from strategies.errors import ModelError
-from tests.distributed.foreign.comparison import (
+from tests.ranks.comparison import (
     EVERY_LAYOUT,
     LAYOUTS,
     MICROBATCHES,
@@ -22,7 +22,7 @@ from tests.distributed.foreign.comparison import (
     equal_to_stock,
     examples,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

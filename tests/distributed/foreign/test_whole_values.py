@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from tests.distributed.foreign.comparison import (
+from strategies.errors import ModelError
+from tests.ranks.comparison import (
     CLASSES,
     WIDTH,
     Net,
@@ -23,7 +24,7 @@ from tests.distributed.foreign.comparison import (
     spread,
     train,
 )
-from tests.distributed.pool import Ranks
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -337,7 +338,7 @@ def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
 ) -> None:
     if case is Rescaled and layout == "zb_v":
         # Its network is in one checkpoint, and a head is behind that: no four stages.
-        with pytest.raises(AssertionError, match=r"4 stages were asked for.* has 2 units"):
+        with pytest.raises(ModelError, match=r"4 stages were asked for.* has 2 units"):
             equal_to_stock(ranks, case, layout)
         return
     equal_to_stock(ranks, case, layout)

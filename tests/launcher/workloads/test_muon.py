@@ -17,7 +17,7 @@ from launcher.workloads.optimizer import (
 )
 from strategies.errors import ModelError, PlanError
 from strategies.runtime.update.main_optimizer import check_elementwise
-from tests.distributed.training import small_shape
+from tests.ranks.training import small_shape
 
 OPTIONS = OptimizerConfig(name="muon", lr=0.01)
 

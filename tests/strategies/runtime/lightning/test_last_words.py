@@ -22,7 +22,7 @@ from launcher.processes.local import our_path
 from strategies import PipelineStrategy
 from strategies.errors import ModelError, PipelineError, PlanError
 from strategies.runtime.lightning.last_words import LastWords, Voices, in_python, speak_once
-from tests.warm_server import variables
+from tests.ranks.rank_server import variables
 
 SCRIPT = """
 import lightning.pytorch as pl, torch

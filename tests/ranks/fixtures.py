@@ -1,14 +1,19 @@
-"""One set of ranks per world size for all tests of this folder."""
+"""Pools of ranks for all tests, one per world size; tests/conftest.py names them to pytest."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.distributed.pool import Ranks
+if TYPE_CHECKING:
+    from tests.ranks.pool import Ranks
 
 
 @pytest.fixture(scope="session")
 def all_ranks() -> Iterator[dict[int, Ranks]]:
+    """The pools that there are, by world size."""
     known: dict[int, Ranks] = {}
     yield known
     for entry in known.values():
@@ -17,7 +22,11 @@ def all_ranks() -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture(scope="session")
 def ranks(all_ranks: dict[int, Ranks]) -> Callable[[int], Ranks]:
+    """`ranks(4)` is the pool of four; the others are suspended meanwhile."""
+
     def get(world_size: int) -> Ranks:
+        from tests.ranks.pool import Ranks  # only here: collecting torch-free tests stays quick
+
         for other, entry in all_ranks.items():
             if other != world_size:
                 entry.rest()
@@ -28,9 +37,7 @@ def ranks(all_ranks: dict[int, Ranks]) -> Callable[[int], Ranks]:
     return get
 
 
-@pytest.fixture(autouse=True)
-def rest(all_ranks: dict[int, Ranks]) -> Iterator[None]:
-    """Idle ranks take a core from the tests that follow."""
-    yield
-    for entry in all_ranks.values():
+def rest(item: pytest.Item) -> None:
+    """Suspends the ranks of a test that has ended: idle ones take a core from the next tests."""
+    for entry in getattr(item, "funcargs", {}).get("all_ranks", {}).values():
         entry.rest()

@@ -47,7 +47,7 @@ def variables() -> dict[str, str]:
 
 
 VARIABLES = variables()
-POOL_RANK = "TESTS_POOL_RANK"  # Has the descriptor of a rank of tests.distributed.pool.
+POOL_RANK = "TESTS_POOL_RANK"  # Has the descriptor of a rank of tests.ranks.pool.
 _MODULES = (
     "launcher.rank.jobs", "launcher.workloads.hf.hf_model", "omegaconf",
     "torch._inductor.compile_fx",  # torch.compile, with which ranks of several files begin
@@ -63,7 +63,7 @@ def rank_server_address() -> str:
         listener.bind(address)
         listener.listen(16)  # Who comes before all is imported waits.
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_server", str(listener.fileno()), " " * 300],
+            [sys.executable, "-m", "tests.ranks.rank_server", str(listener.fileno()), " " * 300],
             env=VARIABLES | {ROOM_VARIABLE: "." * 4096, "FOLDPIPE_PARENT": str(os.getpid())},
             cwd=REPOSITORY,
             pass_fds=(listener.fileno(),),
@@ -124,7 +124,7 @@ def _bury(options: int) -> None:
 def _run(run_dir: Path) -> int:
     if POOL_RANK not in os.environ:
         return worker.run_rank(run_dir)
-    importlib.import_module("tests.distributed.pool").serve_rank()
+    importlib.import_module("tests.ranks.pool").serve_rank()
     return 0
 
 

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from strategies.errors import DataError, ModelError
 from strategies.ir.kinds import EXCHANGE_KINDS, MICROBATCH_KINDS
 from strategies.plan import Recompute
-from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.step.recorder import StepRecord
-from tests.distributed.test_checkpoint import SaveAt
-from tests.distributed.training import VOCAB, Sentences, _Losses, state_elements
+from tests.ranks.fit import SaveAt, fit, trainer_of
+from tests.ranks.training import VOCAB, Sentences, state_elements
 
 HIDDEN = 8
 
@@ -156,52 +155,36 @@ def train_experts(
     case: ExpertCase, *, save: str | None = None, resume: str | None = None, ahead: int = 0
 ) -> dict[str, Any]:
     """Trains one case on this rank; there are data ``ahead``, for whoever resumes."""
-    model = ExpertModel(case)
-    losses = _Losses()
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        tp=case.tp,
-        ep=case.ep,
-        expert_tp=case.expert_tp,
-        schedule=case.schedule,
-        num_microbatches=case.microbatches,
-        overlap=case.overlap,  # type: ignore[arg-type]
-        bucket_mb=0.001,
-        split_backward=case.split_backward,
-        pairs=case.pairs,
-        recompute=case.recompute,
-        timeout_s=60,
-        seed=0,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision=case.precision,  # type: ignore[arg-type]
+    count = case.rows * case.dp * (case.steps + ahead) * case.accumulation
+    with fit(
+        ExpertModel(case),
+        DataLoader(Sentences(count), batch_size=case.rows),
+        strategy={
+            "pp": case.pp, "dp": case.dp, "tp": case.tp, "ep": case.ep,
+            "expert_tp": case.expert_tp, "schedule": case.schedule,
+            "num_microbatches": case.microbatches, "overlap": case.overlap, "bucket_mb": 0.001,
+            "split_backward": case.split_backward, "pairs": case.pairs,
+            "recompute": case.recompute, "seed": 0,
+        },
+        resume=resume,
+        losses="train_loss",
+        precision=case.precision,
         accumulate_grad_batches=case.accumulation,
         gradient_clip_val=case.clip,
         max_steps=case.steps + (0 if resume is None else ahead),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses, *([] if save is None else [SaveAt(case.steps, save)])],
-    )
-    count = case.rows * case.dp * (case.steps + ahead) * case.accumulation
-    trainer.fit(model, DataLoader(Sentences(count), batch_size=case.rows), ckpt_path=resume)
-    where = strategy.coordinates
-    result = {
-        "pp_rank": where.pp_rank,
-        "tp_rank": where.tp_rank,
-        "losses": losses.losses,
-        "norm": float(strategy.engine.gradient_norm()),
-        "whole": strategy.full_state_dict(everywhere=True),
-        "held": {n: tuple(p.shape) for n, p in strategy.engine.named_parameters().items()},
-        "unseen": _unseen(strategy.engine.recorder.kept[-1], where.pp_rank),
-        "state_elements": state_elements(trainer.optimizers[0]),
-    }
-    strategy.engine.close()
-    return result
+        callbacks=[] if save is None else [SaveAt(case.steps, save)],
+    ) as run:  # fmt: skip
+        held = run.engine.named_parameters()
+        return {
+            "pp_rank": run.where.pp_rank,
+            "tp_rank": run.where.tp_rank,
+            "losses": run.losses,
+            "norm": float(run.engine.gradient_norm()),
+            "whole": run.strategy.full_state_dict(everywhere=True),
+            "held": {n: tuple(p.shape) for n, p in held.items()},
+            "unseen": _unseen(run.engine.recorder.kept[-1], run.where.pp_rank),
+            "state_elements": state_elements(run.trainer.optimizers[0]),
+        }
 
 
 def _unseen(record: StepRecord, rank: int) -> list[str]:
@@ -238,19 +221,14 @@ def reference_experts(case: ExpertCase) -> tuple[list[float], dict[str, Tensor]]
 
 def train_alone(case: ExpertCase) -> str:
     """What a rank is told whose layer computes with its own experts only."""
-    strategy = PipelineStrategy(
-        dp=case.dp, tp=case.tp, ep=case.ep, num_microbatches=2, timeout_s=60, seed=0
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, max_steps=1,
-    )  # fmt: skip
+    strategy = {"dp": case.dp, "tp": case.tp, "ep": case.ep, "num_microbatches": 2, "seed": 0}
+    trainer: Any = trainer_of(strategy, max_steps=1, precision="32-true")
     try:
         trainer.fit(ExpertModel(case), DataLoader(Sentences(case.rows * case.dp), batch_size=4))
     except ModelError as error:
         return str(error)
     finally:
-        strategy.engine.close()
+        trainer.strategy.engine.close()
     return ""
 
 
@@ -263,15 +241,12 @@ class _Endless(IterableDataset[dict[str, Tensor]]):
 
 def predict_unevenly(case: ExpertCase) -> str:
     """What a replica is told whose data set does not come out even."""
-    strategy = PipelineStrategy(dp=case.dp, ep=case.ep, num_microbatches=2, timeout_s=60, seed=0)
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
+    strategy = {"dp": case.dp, "ep": case.ep, "num_microbatches": 2, "seed": 0}
+    trainer: Any = trainer_of(strategy, precision="32-true")
     try:
         trainer.predict(ExpertModel(case), DataLoader(_Endless(), batch_size=2))
     except DataError as error:
         return str(error)
     finally:
-        strategy.engine.close()
+        trainer.strategy.engine.close()
     return ""

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from tests.launcher.runs import Finished, launch
-from tests.launcher.warm_launcher import run_forked, serves
-from tests.warm_server import REPOSITORY, VARIABLES, variables
+from tests.ranks.launcher_server import run_forked, serves
+from tests.ranks.rank_server import REPOSITORY, VARIABLES, variables
 
 # Code of a user's own, which tells of the process that it runs in.
 ORDER = """

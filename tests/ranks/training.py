@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -22,7 +20,7 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.table import Costs
 from strategies.ir.text import format_instruction
 from strategies.plan import Recompute
-from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.ranks.fit import fit, trainer_of
 
 SEQUENCE = 6
 VOCAB = 17
@@ -111,6 +109,26 @@ class Case:
     whole: bool = True  # again behind the training
     shape: TransformerShape = field(default_factory=small_shape)
 
+    def strategy(self, **changes: Any) -> dict[str, Any]:
+        """Keywords of `PipelineStrategy`."""
+        return {
+            "pp": self.pp, "dp": self.dp, "tp": self.tp, "ep": self.ep,
+            "expert_tp": self.expert_tp, "sequence_parallel": self.sequence_parallel,
+            "schedule": self.schedule, "num_microbatches": self.microbatches,
+            "backend": self.backend, "overlap": self.overlap, "bucket_mb": self.buckets_mb,
+            "split_backward": self.split_backward, "pairs": self.pairs, "costs": self.costs,
+            "recompute": self.recompute, "seed": 0, "compile": self.compile,
+            # From the emulated device no parameter comes back to the host in place.
+            "whole_after": "auto" if self.whole and self.backend != "staged" else False,
+        } | changes  # fmt: skip
+
+    def trainer(self) -> dict[str, Any]:
+        """Keywords of `fit`."""
+        return {
+            "accelerator": self.accelerator, "accumulate_grad_batches": self.accumulation,
+            "gradient_clip_val": self.clip, "max_steps": self.steps, "losses": "train_loss",
+        }  # fmt: skip
+
     @property
     def batches(self) -> int:
         return self.steps * self.accumulation
@@ -122,85 +140,33 @@ class Case:
         return count - (self.rows - 3) * self.dp if self.short_last else count
 
 
-class _Losses(Callback):
-    reads_weights = False
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def train(case: Case, folder: str | None = None, **trainer_options: Any) -> dict[str, Any]:
     """Trains one case on this rank."""
     model = Learner(case.shape, case.optimizer)
-    losses = _Losses()
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        tp=case.tp,
-        ep=case.ep,
-        expert_tp=case.expert_tp,
-        sequence_parallel=case.sequence_parallel,
-        schedule=case.schedule,
-        num_microbatches=case.microbatches,
-        backend=case.backend,  # type: ignore[arg-type]
-        overlap=case.overlap,  # type: ignore[arg-type]
-        bucket_mb=case.buckets_mb,
-        split_backward=case.split_backward,
-        pairs=case.pairs,
-        costs=case.costs,
-        recompute=case.recompute,
-        timeout_s=60,
-        seed=0,
-        compile=case.compile,
-        # From the emulated device no parameter comes back to the host in place.
-        whole_after="auto" if case.whole and case.backend != "staged" else False,
-    )
-    resume = trainer_options.pop("resume", None)
-    precision = trainer_options.pop("precision", "64-true")
-    callbacks = [losses, *trainer_options.pop("callbacks", [])]
-    validation = trainer_options.pop("val_dataloaders", None)
-    options = {"max_steps": case.steps, **trainer_options}
-    trainer = pl.Trainer(
-        accelerator=case.accelerator,
-        devices=1 if case.accelerator == "gpu" else "auto",
-        strategy=strategy,
-        precision=precision,
-        accumulate_grad_batches=case.accumulation,
-        gradient_clip_val=case.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=callbacks,
-        **options,
-    )
+    options = {"max_steps": case.steps, "default_root_dir": folder, **trainer_options}
+    validation = options.pop("val_dataloaders", None)
     loader = DataLoader(Sentences(case.count), batch_size=case.rows)
-    trainer.fit(model, loader, validation, ckpt_path=resume)
-    timeline = strategy.measured_timeline()
-    last = strategy.measured_timeline(median=False)
-    rank = strategy.coordinates.pp_rank
-    result = {
-        "pp_rank": rank,
-        "dp_rank": strategy.coordinates.dp_rank,
-        "tp_rank": strategy.coordinates.tp_rank,
-        "ep_rank": strategy.coordinates.ep_rank,
-        "shards": dict(strategy.engine.model.shards),
-        "experts": dict(strategy.engine.model.experts),
-        "losses": losses.losses,
-        "parameters": {n: p.detach().cpu().clone() for n, p in model.named_parameters()},
-        "program": [format_instruction(i) for i in strategy.engine.programs.train.ranks[rank]],
-        "start": timeline.start[rank] if timeline else None,
-        "end": timeline.end[rank] if timeline else None,
-        "last": (last.start[rank], last.end[rank]) if last else None,
-        "bytes_sent": strategy.engine.mailbox.bytes_sent,
-        "state_elements": state_elements(trainer.optimizers[0]),
-    }
-    strategy.engine.close()
-    return result
+    given = case.trainer() | options
+    with fit(model, loader, validation, strategy=case.strategy(), **given) as run:
+        timeline = run.strategy.measured_timeline()
+        last = run.strategy.measured_timeline(median=False)
+        rank = run.where.pp_rank
+        return {
+            "pp_rank": rank,
+            "dp_rank": run.where.dp_rank,
+            "tp_rank": run.where.tp_rank,
+            "ep_rank": run.where.ep_rank,
+            "shards": run.shards,
+            "experts": dict(run.engine.model.experts),
+            "losses": run.losses,
+            "parameters": run.weights,
+            "program": [format_instruction(item) for item in run.program],
+            "start": timeline.start[rank] if timeline else None,
+            "end": timeline.end[rank] if timeline else None,
+            "last": (last.start[rank], last.end[rank]) if last else None,
+            "bytes_sent": run.engine.mailbox.bytes_sent,
+            "state_elements": state_elements(run.trainer.optimizers[0]),
+        }
 
 
 def state_elements(optimizer: Any) -> int:
@@ -269,30 +235,11 @@ def _reference(
 def evaluate(case: Case) -> dict[str, Any]:
     """Validates and predicts on this rank, without training before; the last batch is short."""
     model = Learner(case.shape)
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        tp=case.tp,
-        sequence_parallel=case.sequence_parallel,
-        schedule=case.schedule,
-        num_microbatches=case.microbatches,
-        backend=case.backend,  # type: ignore[arg-type]
-        timeout_s=60,
-        seed=0,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(case.strategy())
     loader = DataLoader(Sentences(case.count), batch_size=case.rows)
     (found,) = trainer.validate(model, loader, verbose=False)
     predictions = trainer.predict(model, loader)
-    strategy.engine.close()
+    trainer.strategy.engine.close()  # type: ignore[attr-defined]
     return {
         "val_loss": float(found["val_loss"]),
         "predictions": torch.cat([p for p in predictions or [] if isinstance(p, Tensor)]),

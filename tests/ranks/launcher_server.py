@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.warm_server import REPOSITORY, VARIABLES
+from tests.ranks.rank_server import REPOSITORY, VARIABLES
 
 # Read by Python itself, or while something is imported.
 _READ_EARLY = ("PYTHON", "LANG", "LC_", "TZ", "MPL", "LD_")

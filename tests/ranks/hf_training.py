@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from strategies.plan import Policy
-from strategies.runtime.lightning.strategy import PipelineStrategy
+from tests.ranks.fit import fit
 from tests.tiny_models import batch_of, shape_of, tiny_config
 
 STEPS, ROWS = 3, 6
@@ -57,58 +56,24 @@ class Learner(HfLanguageModel):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-class _Losses(Callback):
-    reads_weights = False
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def train_hf(case: HfCase) -> dict[str, Any]:
     """Trains on this rank; the weights are read from the folder."""
     with torch.device("meta"):
         model = Learner(shape_of(Path(case.folder)))
-    losses = _Losses()
-    strategy = PipelineStrategy(
-        pp=case.pp,
-        dp=case.dp,
-        tp=case.tp,
-        ep=case.ep,
-        schedule=case.schedule,
-        num_microbatches=4,
-        recompute=case.recompute,
-        pairs=case.pairs,
-        overlap=case.overlap,  # type: ignore[arg-type]
-        timeout_s=60,
-        seed=0,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses],
-    )
-    trainer.fit(model, DataLoader(Rows(case), batch_size=ROWS))
-    if case.save is not None:
-        trainer.save_checkpoint(case.save)
-    result = {
-        "pp_rank": strategy.coordinates.pp_rank,
-        "losses": losses.losses,
-        "parameters": {n: p.detach().clone() for n, p in model.named_parameters()},
-    }
-    result["shards"] = dict(strategy.engine.model.shards)
-    if case.ep > 1:
-        result["whole"] = strategy.full_state_dict(everywhere=True)
-    strategy.engine.close()
-    return result
+    strategy = {
+        "pp": case.pp, "dp": case.dp, "tp": case.tp, "ep": case.ep, "schedule": case.schedule,
+        "num_microbatches": 4, "recompute": case.recompute, "pairs": case.pairs,
+        "overlap": case.overlap, "seed": 0,
+    }  # fmt: skip
+    loader = DataLoader(Rows(case), batch_size=ROWS)
+    with fit(model, loader, strategy=strategy, max_steps=STEPS, losses="train_loss") as run:
+        if case.save is not None:
+            run.trainer.save_checkpoint(case.save)
+        whole = run.strategy.full_state_dict(everywhere=True) if case.ep > 1 else None
+        return {
+            "pp_rank": run.where.pp_rank, "losses": run.losses, "parameters": run.weights,
+            "shards": run.shards, "whole": whole,
+        }  # fmt: skip
 
 
 class OwnStep(pl.LightningModule):
@@ -136,25 +101,14 @@ class OwnStep(pl.LightningModule):
 
 def train_own(family: str, schedule: str, pp: int) -> dict[str, Any]:
     """Trains such a module on this rank."""
-    losses = _Losses()
-    strategy = PipelineStrategy(
-        pp=pp, schedule=schedule, num_microbatches=2, timeout_s=60, seed=0, whole_after=False
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision="64-true",
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses],
-    )
-    trainer.fit(OwnStep(family), DataLoader(Rows(HfCase("")), batch_size=ROWS))
-    balance = trainer.callback_metrics.get("balance")
-    strategy.engine.close()
-    return {"losses": losses.losses, "balance": None if balance is None else float(balance)}
+    strategy = {
+        "pp": pp, "schedule": schedule, "num_microbatches": 2, "seed": 0, "whole_after": False,
+    }  # fmt: skip
+    loader = DataLoader(Rows(HfCase("")), batch_size=ROWS)
+    with fit(
+        OwnStep(family), loader, strategy=strategy, max_steps=STEPS, losses="train_loss"
+    ) as run:
+        return {"losses": run.losses, "balance": run.metrics.get("balance")}
 
 
 def balanced_reference(model: Any, case: HfCase) -> list[float]:

@@ -40,8 +40,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.pool import Ranks
+from tests.ranks.fit import fit
+from tests.ranks.pool import Ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"pp": 2, "schedule": "1f1b"},
@@ -148,33 +148,26 @@ def train(
     module = _find(case)()
     with tempfile.TemporaryDirectory() as folder:
         logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
-        quiet: dict[str, Any] = {
-            "max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": False,
-            "enable_model_summary": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1,
-            "accelerator": "cpu", "precision": "64-true", "logger": logger,
-            "default_root_dir": folder,
-        }  # fmt: skip
-        if strategy is None:
-            how: dict[str, Any] = {"devices": 1}
-        else:
-            options = {"num_microbatches": MICROBATCHES, "timeout_s": 60, **strategy}
-            how = {"strategy": PipelineStrategy(**options)}
-        it = pl.Trainer(**{**quiet, **trainer}, **how)
-        train_data = getattr(module, "loaders", examples)(replicas=replicas)
         own, none = type(module), pl.LightningModule
         validates = own.validation_step is not none.validation_step
         validates = validates and own.val_dataloader is none.val_dataloader
-        it.fit(module, train_data, examples(seed=2, replicas=replicas) if validates else None)
-        answer = Fitted(
-            metrics={name: float(value) for name, value in it.callback_metrics.items()},
-            logged=_rows(logger),
-            weights={n: p.detach().clone() for n, p in module.named_parameters()},
-            buffers={n: b.detach().clone() for n, b in module.named_buffers()},
-            told=None if told is None else _find(told)(module, it),
-        )
-        if isinstance(it.strategy, PipelineStrategy):
-            it.strategy.engine.close()
-    return answer
+        with fit(
+            module,
+            getattr(module, "loaders", examples)(replicas=replicas),
+            examples(seed=2, replicas=replicas) if validates else None,
+            strategy=None if strategy is None else {"num_microbatches": MICROBATCHES, **strategy},
+            **{
+                "max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1,
+                "logger": logger, "default_root_dir": folder, **trainer,
+            },
+        ) as run:  # fmt: skip
+            return Fitted(
+                metrics=run.metrics,
+                logged=_rows(logger),
+                weights=run.weights,
+                buffers={n: b.detach().clone() for n, b in module.named_buffers()},
+                told=None if told is None else _find(told)(module, run.trainer),
+            )
 
 
 def equal_to_stock(
