@@ -64,7 +64,7 @@ class FollowedSteps(StageModel):
         self._ways: dict[Step, list[_Way]] = {}
         self._read: frozenset[str] | None = None  # names in the code of the training step
         self._usual: dict[Step, frozenset[str]] = {}  # what else is done, of the first look
-        self._first_switches: frozenset[str] | None = None
+        self._first_switches: frozenset[tuple[str, Any]] | None = None
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
         inside = {id(c) for unit in probed.units.values() for c in unit.modules() if c is not unit}
         # Whose hooks a step comes to, besides those inside of layers.

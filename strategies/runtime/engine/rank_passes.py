@@ -188,7 +188,7 @@ class RankPasses(RankWeights):
         )
         waits.start()
         try:
-            said = [str(way)]
+            said: list[str | None] = [str(way)]
             if group is not None:
                 said = TensorRanks(group).told(str(way), self._silence_s)
         finally:
