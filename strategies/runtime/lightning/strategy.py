@@ -36,12 +36,8 @@ from strategies.runtime.lightning.checkpoints.whole_state import StateOnSight
 from strategies.runtime.lightning.data_order import (
     catch_up,
 )
-from strategies.runtime.lightning.hooks.hook_state import (
-    ALIKE,
-    EPOCH,
-    ends_loader,
-    repeat_logs,
-)
+from strategies.runtime.lightning.hooks.epoch_metrics import EPOCH, STEP
+from strategies.runtime.lightning.hooks.hook_state import ALIKE, ends_loader, repeat_logs
 from strategies.runtime.lightning.last_words import speak_once
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
@@ -456,6 +452,11 @@ class PipelineStrategy(SetupStrategy):
         repeat_logs(module, result.logs, rows=rows, alike=alike)
         self._repeating = False
 
+    def _reduces_each_batch(self) -> bool:
+        """Whether a batch is logged at this moment, and all replicas have as many of them."""
+        mode: Mode = "test" if self._trainer.testing else "validate"
+        return self._repeating and (self._trainer.training or mode in self.engine.whole.together)
+
     # ------------------------------------------------------------- collectives
 
     def barrier(self, name: str | None = None) -> None:
@@ -473,7 +474,7 @@ class PipelineStrategy(SetupStrategy):
         """Over the replicas: all ranks of a pipeline hold the same value already."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized() or self.dp == 1:
             return tensor
-        if group is ALIKE or (group is EPOCH and self._repeating):
+        if group is ALIKE or group is EPOCH or (group is STEP and not self._reduces_each_batch()):
             return tensor
         names = dict.fromkeys(("mean", "avg", "sum"), dist.ReduceOp.SUM)
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")

@@ -20,12 +20,17 @@ from strategies.errors import DataError
 from strategies.models.logs import Replicas, share_metrics
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.hooks.epoch_metrics import (
+    EPOCH,
+    STEP,
+    evaluates,
+    join_epoch,
+    store_locally,
+)
 from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 
 ALIKE: Any = object()
 """A ``sync_dist_group``: all ranks have the same value already."""
-EPOCH: Any = object()
-"""A ``sync_dist_group``: the value of a batch is a replica's, the value of an epoch that of all."""
 
 
 class HookState(pl.Callback):
@@ -61,11 +66,16 @@ class HookState(pl.Callback):
                     "tokens have to run every batch together. Use a data set that dp times "
                     "batch_size divides, drop_last=True, or ep=1."
                 )
+        if where.dp > 1 and evaluates(trainer):
+            store_locally(trainer._active_loop, engine.whole.replicas)
         engine.whole.state.forget()
         share_metrics(pl_module, engine.whole.replicas)
 
-    def _ends(self, *_: Any, **__: Any) -> None:
-        self._engine().mirror.share()
+    def _ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        engine = self._engine()
+        engine.mirror.share()
+        if not trainer.predicting and engine.coordinates.dp > 1:
+            join_epoch(trainer, pl_module, engine.whole.replicas)
 
     on_fit_start = on_train_epoch_start = on_validation_epoch_start = _begins
     on_test_epoch_start = on_predict_epoch_start = _begins
@@ -81,8 +91,7 @@ def repeat_logs(
         module: The module, inside the hook of its step.
         calls: One per name.
         rows: Of the batch, for Lightning's means over an epoch.
-        alike: Whether all replicas have the same values; else Lightning brings those of an epoch
-            together.
+        alike: Whether all replicas have the same values; else ``join_epoch`` joins an epoch's.
     """
     for call in calls:
         options: dict[str, Any] = {"batch_size": rows, **call.options}
@@ -96,9 +105,9 @@ def repeat_logs(
             continue
         if alike:
             options |= {"sync_dist": True, "sync_dist_group": ALIKE}
-        elif not options.get("sync_dist"):
-            # Batch for batch would wait for replicas that evaluate fewer of them.
-            options |= {"sync_dist": True, "sync_dist_group": EPOCH}
+        elif options.get("sync_dist_group") is None:
+            each = STEP if options.get("sync_dist") else EPOCH
+            options |= {"sync_dist": True, "sync_dist_group": each}
         module.log(call.name, torch.tensor(call.value, dtype=torch.float64), **options)
 
 
