@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -43,8 +42,8 @@ class UncutModel(StageModel):
 
     uncut = True
 
-    def __init__(self, module: LightningModule, why: ModelError, *, trains: bool) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, why: ModelError, *, trains: bool) -> None:
+        self._module: Any = module
         self.why = why
         self._trains = trains
 
@@ -54,7 +53,8 @@ class UncutModel(StageModel):
 
     @property
     def module(self) -> nn.Module:
-        return self._module
+        module: nn.Module = self._module
+        return module
 
     @property
     def units(self) -> tuple[Unit, ...]:

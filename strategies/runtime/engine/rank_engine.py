@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
@@ -137,7 +136,6 @@ class Engine(RankPasses):
     def _run_whole(self, why: ModelError) -> None:
         """Training steps run whole from now on; what this one has done is taken back."""
         module = self.model.module
-        assert isinstance(module, LightningModule)
         self.whole.state.take_back()
         tell_uncut(module, why)
         self.model = self._parts.model = UncutModel(module, why, trains=True)

@@ -426,7 +426,7 @@ class OtherOrder(Net):
     ("case", "words"),
     [
         (NoLayers, "training_step calls no layer for batch 2, .* in the loader"),
-        (LeftOutByRank, "other layers than before for batch 2, and not on all ranks"),
+        (LeftOutByRank, "something else than before for batch 2, and not on rank"),
         (OtherOrder, "must run the layers in the order of the first one"),
     ],
 )
