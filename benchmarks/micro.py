@@ -35,7 +35,6 @@ from strategies.simulator.engine import replay
 
 COSTS = UniformCosts(grad_reduce=4, p2p=0.1)
 SHAPES = ((4, 8), (4, 16), (8, 16))
-_WRITE = sys.stdout.write
 
 
 def each_s(
@@ -66,7 +65,7 @@ def simulator(*, ranks: int, microbatches: int, repetitions: int) -> None:
     program = compile_program(schedule="1f1b", pp=ranks, num_microbatches=microbatches)
     compiled_ms = 1e3 * (time.process_time() - begun)
     took = median_ms(lambda: simulate(program, COSTS), repetitions)
-    _WRITE(
+    sys.stdout.write(
         f"1f1b {size}: {sum(map(len, program.ranks))} instructions, compiled in "
         f"{compiled_ms:.0f} ms, simulate() {took:.2f} ms (median of {repetitions})\n"
     )
@@ -78,7 +77,7 @@ def simulator(*, ranks: int, microbatches: int, repetitions: int) -> None:
         f"quick_walk, 1f1b {size}": _quick_walk(ranks, microbatches),
     }
     for what, (quick, whole) in faster.items():
-        _WRITE(
+        sys.stdout.write(
             f"{what}: {median_ms(quick, repetitions):.2f} ms instead of "
             f"{median_ms(whole, repetitions):.2f}\n"
         )
@@ -141,7 +140,7 @@ def passes(*, ranks: int, microbatches: int, repetitions: int) -> None:
 
     def line(what: str, call: Callable[[], object]) -> None:
         found = [1e3 * took for took in each_s(call, repetitions, time.perf_counter)]
-        _WRITE(f"{what}: {statistics.median(found):.0f} ms, worst {max(found):.0f}\n")
+        sys.stdout.write(f"{what}: {statistics.median(found):.0f} ms, worst {max(found):.0f}\n")
 
     costs, mario = UniformCosts(), Recompute("mario")
     for schedule in ("1f1b", "chimera"):
@@ -168,20 +167,24 @@ def messages(*, schedules: Sequence[str], latencies: Sequence[float]) -> None:
     ranks.
     """
     header = ("p", "m", "p2p", "buffered", "producer", "chosen", "least")
-    _WRITE(f"{'schedule':18} {'{:>2} {:>3} {:>5} {:>9} {:>9} {:>7} {:>6}'.format(*header)}\n")
+    sys.stdout.write(
+        f"{'schedule':18} {'{:>2} {:>3} {:>5} {:>9} {:>9} {:>7} {:>6}'.format(*header)}\n"
+    )
     gains: dict[float, list[tuple[float, float]]] = {}
     for schedule in schedules:
         for pp, microbatches in SHAPES:
             for latency in latencies:
                 step, producer, chosen, least = _rendezvous(schedule, pp, microbatches, latency)
                 gains.setdefault(latency, []).append((producer, chosen))
-                _WRITE(
+                sys.stdout.write(
                     f"{schedule:18} {pp:2} {microbatches:3} {latency:5.2f} {step:9.2f} "
                     f"{producer:9.1%} {chosen:7.1%} {least:6.1%}\n"
                 )
     for latency, pairs in gains.items():
         before, after = (statistics.mean(column) for column in zip(*pairs, strict=True))
-        _WRITE(f"mean at p2p={latency:g}F: {before:.1%} by producer, {after:.1%} as chosen\n")
+        sys.stdout.write(
+            f"mean at p2p={latency:g}F: {before:.1%} by producer, {after:.1%} as chosen\n"
+        )
 
 
 def _rendezvous(
@@ -241,8 +244,8 @@ def heartbeat(*, writes: int, rounds: int) -> None:
         "F, B, I with a message: 3 writes": three,
         "a clock read": clock,
     }.items():
-        _WRITE(f"{name:34} {each_us(loop) - nothing:.3f} us\n")
-    _WRITE(f"page of {PAGE} bytes; machine with {os.cpu_count()} cores\n")
+        sys.stdout.write(f"{name:34} {each_us(loop) - nothing:.3f} us\n")
+    sys.stdout.write(f"page of {PAGE} bytes; machine with {os.cpu_count()} cores\n")
 
 
 def _training(name: str) -> Callable[..., None]:

@@ -40,8 +40,6 @@ from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import Recorder
 from tests.launcher.workloads.presets import preset
 
-_WRITE = sys.stdout.write
-
 # -- recorder --------------------------------------------------------------------------------------
 
 READS = 100_000
@@ -92,7 +90,7 @@ def recorder(*, steps: int, microbatches: int = 8) -> None:
     for _ in range(READS):
         stamp()
     read = (time.perf_counter() - start) / READS
-    _WRITE(
+    sys.stdout.write(
         f"{instructions} instructions per step: recorded {medians['recorded'] * 1e3:.2f} ms, "
         f"silent {medians['silent'] * 1e3:.2f} ms, "
         f"ratio {medians['recorded'] / medians['silent']:.4f}; two clock reads per "
@@ -206,7 +204,7 @@ def split_backward() -> None:
                     times[name].append((time.process_time() - start) / MICROBATCHES)
             full, split, exact = (statistics.median(t[1:]) * 1e3 for t in times.values())
             f, i, w = stage.parts_ms(size.rounds)
-            _WRITE(
+            sys.stdout.write(
                 f"{size.name:5} {'first' if first else 'later'} stage: F+B {full:8.3f} ms, "
                 f"F+I+W {split:8.3f} ms, ratio {split / full:.3f} (exact {exact / full:.3f}); "
                 f"F {f:.3f}, I {i:.3f}, W {w:.3f} ms\n"
@@ -257,7 +255,9 @@ def recompute(sizes: tuple[Size, ...] = SIZES) -> None:
     best.
     """
     torch.set_num_threads(1)
-    _WRITE("| size | way | F and B | over plain | bytes at the backward |\n|---|---|---|---|---|\n")
+    sys.stdout.write(
+        "| size | way | F and B | over plain | bytes at the backward |\n|---|---|---|---|---|\n"
+    )
     for size in sizes:
         blocks = _blocks(size)
         x = torch.randn(1, size.tokens, size.dim)
@@ -283,7 +283,9 @@ def recompute(sizes: tuple[Size, ...] = SIZES) -> None:
             # torch's holders do not say what they keep: the stage's input.
             kept = leaf.nbytes if name == "torch" else held[name]
             ratio = seconds / best["plain"]
-            _WRITE(f"| {size.name} | {name} | {seconds * 1e3:.2f} ms | {ratio:.2f} | {kept} |\n")
+            sys.stdout.write(
+                f"| {size.name} | {name} | {seconds * 1e3:.2f} ms | {ratio:.2f} | {kept} |\n"
+            )
 
 
 # -- checkpoint ------------------------------------------------------------------------------------
@@ -419,10 +421,12 @@ def checkpoint(*, folder: str) -> None:
                 "until committed, ms": _ms(clock.committed or clock.stalls),
                 "loading and verifying, ms": f"{load * 1e3:.0f}",
             }
-            _WRITE(f"async_save={str(in_thread).lower()}: {size / 1e6:.0f} MB per checkpoint\n")
+            sys.stdout.write(
+                f"async_save={str(in_thread).lower()}: {size / 1e6:.0f} MB per checkpoint\n"
+            )
             for name, text in rows.items():
-                _WRITE(f"  {name.rstrip() + ':':29} {text}\n")
-        _WRITE(f"SHA-256 of the same bytes, ms:  {_hash_s(path) * 1e3:.0f}\n")
-        _WRITE(f"plain write and fsync, ms:      {_write_s(size, where) * 1e3:.0f}\n")
+                sys.stdout.write(f"  {name.rstrip() + ':':29} {text}\n")
+        sys.stdout.write(f"SHA-256 of the same bytes, ms:  {_hash_s(path) * 1e3:.0f}\n")
+        sys.stdout.write(f"plain write and fsync, ms:      {_write_s(size, where) * 1e3:.0f}\n")
     finally:
         shutil.rmtree(where, ignore_errors=True)

@@ -13,6 +13,7 @@ from launcher.commands.ranks import (
     failure_recorded,
     find_checkpoint,
     has_weights,
+    print_differences,
     run_ranks,
 )
 from launcher.config import LaunchConfig
@@ -77,6 +78,7 @@ def export(config: LaunchConfig, run_dir: Path) -> int:
         counterpart(resolved.shape)
     target = export_target(config, run_dir, kind)
     check_destination(target)
+    print_differences(resolved, checkpoint)
     say(f"checkpoint: {checkpoint}")
     outcome = _outcome(resolved, run_dir, checkpoint)
     write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
@@ -97,6 +99,8 @@ def generate(config: LaunchConfig, run_dir: Path) -> int:
     )
     check_before_start(resolved, checkpoint)
     _check_prompt(resolved)
+    if checkpoint is not None:
+        print_differences(resolved, checkpoint)
     outcome = _outcome(resolved, run_dir, checkpoint)
     write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     say(str(outcome["text"]))

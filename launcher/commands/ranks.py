@@ -115,13 +115,18 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
         check_data(checkpoint, run)
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
-    if checkpoint is not None:
-        _tell_differences(run, checkpoint)
+    if checkpoint is not None and config.mode not in ("generate", "export"):
+        print_differences(run, checkpoint)
 
 
-def _tell_differences(run: Run, checkpoint: Path) -> None:
+def print_differences(run: Run, checkpoint: Path) -> None:
+    """What a run has from its checkpoint, and which keys differ.
+
+    ``mode=generate`` prints its answer alone to the output, so these lines go beside it.
+    """
+    write = complain if run.config.mode == "generate" else say
     for line in compared(run.config, checkpoint):
-        say(line)
+        write(line)
     if run.config.mode not in ("eval", "predict") or run.own_data or checkpoint.is_file():
         return
     what = other_data(manifest_of(checkpoint)["metadata"].get("data"), text_source(run.config))

@@ -27,7 +27,8 @@ def use_checkpoint(composed: DictConfig, hydra: DictConfig | HydraConf) -> None:
         CheckpointError: The one that is named cannot be read.
     """
     path = _path(composed, hydra) if composed.get("mode") in USED_BY else None
-    saved = None if path is None else saved_keys(path)
+    # A path that leads nowhere is refused where the checkpoint is opened.
+    saved = None if path is None or not path.exists() else saved_keys(path)
     if saved is None:
         return
     for group in GROUPS:

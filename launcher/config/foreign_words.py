@@ -76,7 +76,6 @@ MEANT_KEYS = {
     "use_distributed_optimizer data_parallel_shard_degree overlap_param_gather": "overlap=zero1",
     "overlap_grad_reduce overlap_comm bucket_cap_mb":
         "overlap=grad_reduce, with overlap.bucket_mb=25",
-    "memory_per_device device_memory gpu_memory memory_per_gpu": "planner.memory_gb=80",
     "queue": "cluster=slurm cluster.partition=gpu",
     "reservation nodelist exclude dependency nice": _SBATCH,
     "cpus_per_task cpus ncpus": "cluster.cpus_per_task=8",

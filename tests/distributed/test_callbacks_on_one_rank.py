@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import PipelineError
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.test_lightning import QUIET
+from tests.ranks.fit import QUIET
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -104,7 +104,6 @@ def fit(cases: list[str], *, alone: bool | None) -> dict[str, Any]:
             **options,
             strategy=strategy,
             max_epochs=1,
-            enable_checkpointing=False,
             callbacks=[Before(), Behind(), Ends()] if has else [],
         )
         module = kind()
@@ -137,7 +136,7 @@ def refused(kind: str, folder: str) -> str:
     }[kind]
     strategy = PipelineStrategy(pp=2, num_microbatches=4, timeout_s=20)
     trainer = pl.Trainer(
-        **QUIET,
+        **QUIET | {"enable_checkpointing": True},
         strategy=strategy,
         max_epochs=1,
         callbacks=[callback()] if os.environ["RANK"] == "0" else [],

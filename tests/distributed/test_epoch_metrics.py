@@ -9,14 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from tests.ranks.pool import Ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
 
 from strategies.errors import ModelError
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.distributed.foreign.comparison import WIDTH, Net
-from tests.distributed.pool import Ranks
+from tests.ranks.comparison import WIDTH, Net
 
 pytestmark = pytest.mark.distributed
 

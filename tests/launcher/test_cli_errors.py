@@ -75,7 +75,7 @@ REFUSED = [
     (["model={hidden:3}"], "takes the name of one option"),
     (["model=[tiny,small]"], "takes the name of one option"),
     (["model=../../x"], "does not exist"),
-    (["schedule=Auto"], "schedule=Auto does not exist. Try plan=auto. Options of schedule"),
+    (["schedule=Auto"], "schedule=Auto does not exist. Try plan=auto, which takes the fastest"),
     (["schedule=gpipe", "schedule=1f1b"], "schedule= is given twice"),
     (["generate=3"], "generate holds keys"),
     (["generate={propmt: a}"], "generate.propmt is not a key. Did you mean generate.prompt"),

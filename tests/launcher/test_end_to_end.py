@@ -130,8 +130,10 @@ def test_a_checkpoint_is_evaluated_in_any_layout(
     pp, precision, tolerance, checkpoint, corpus, expected, tmp_path
 ):
     assert VALIDATION % (2 * pp) == 0  # no incomplete batch, which would be left out
-    # Model and data are the checkpoint's.
-    words = ["mode=eval", f"pp={pp}", f"checkpoint={checkpoint}", f"trainer.precision={precision}"]
+    words = [  # The model is the checkpoint's.
+        "mode=eval", f"pp={pp}", f"checkpoint={checkpoint}", "data=text", f"data.path={corpus}",
+        f"trainer.precision={precision}",
+    ]  # fmt: skip
     done = launch(words, tmp_path).assert_done()
     loss = -expected.mean()
     assert done.result["val_loss"] == pytest.approx(loss, abs=tolerance)

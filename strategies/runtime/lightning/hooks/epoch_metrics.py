@@ -7,6 +7,7 @@ nothing there, and all replicas have all names afterwards.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,10 @@ def join_epoch(trainer: pl.Trainer, module: pl.LightningModule, replicas: Replic
             _log(trainer, results, entry, metric)
         metric._computed = None
         results[key]._computed = None
-        results[key].compute()
+        with warnings.catch_warnings():
+            if key not in own:  # Other replicas have updated it.
+                warnings.filterwarnings("ignore", ".*was called before the ``update`` method")
+            results[key].compute()
     if evaluates(trainer) and not trainer.sanity_checking:
         _show(trainer, loop, results)
 
