@@ -99,8 +99,7 @@ def generate(config: LaunchConfig, run_dir: Path) -> int:
     )
     check_before_start(resolved, checkpoint)
     _check_prompt(resolved)
-    if checkpoint is not None:
-        print_differences(resolved, checkpoint)
+    print_differences(resolved, checkpoint)
     outcome = _outcome(resolved, run_dir, checkpoint)
     write_result(run_dir / "result.json", run_mapping(resolved) | outcome)
     say(str(outcome["text"]))

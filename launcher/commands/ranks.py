@@ -115,15 +115,17 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
         check_data(checkpoint, run)
     if checkpoint is not None and asked != "auto":  # the newest has been looked at
         check_whole(checkpoint)
-    if checkpoint is not None and config.mode not in ("generate", "export"):
+    if config.mode not in ("generate", "export"):
         print_differences(run, checkpoint)
 
 
-def print_differences(run: Run, checkpoint: Path) -> None:
+def print_differences(run: Run, checkpoint: Path | None) -> None:
     """What a run has from its checkpoint, and which keys differ.
 
     ``mode=generate`` prints its answer alone to the output, so these lines go beside it.
     """
+    if checkpoint is None:
+        return
     write = complain if run.config.mode == "generate" else say
     for line in compared(run.config, checkpoint):
         write(line)

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from tests.ranks.pool import Ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric
@@ -17,6 +16,7 @@ from torchmetrics import MeanMetric
 from strategies.errors import ModelError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.ranks.comparison import WIDTH, Net
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
 

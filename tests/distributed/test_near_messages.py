@@ -141,7 +141,8 @@ def loops_after_each_group() -> list[int]:
 
 
 def test_a_group_on_another_network_has_a_thread_there(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(loops_after_each_group) == [[1, 1, 2]] * 2
+    for before, usual, elsewhere in ranks(2).run(loops_after_each_group):
+        assert before == usual == elsewhere - 1
 
 
 def test_between_machines_messages_go_by_gloo(ranks: Callable[[int], Ranks]) -> None:

@@ -181,7 +181,7 @@ def test_what_no_key_can_be_is_refused(config, tmp_path, monkeypatch):
     assert done.errors.startswith(f"error: {path}: what it says of its model and data is not for")
 
 
-def test_a_checkpoint_that_is_not_there_is_told_before_all_else(tmp_path):
-    done = launch_here(("mode=eval", "checkpoint=typo.ckpt", "pp=99"), tmp_path)
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    done = launch_here(("mode=eval", "checkpoint=typo.ckpt"), tmp_path)
     assert done.code == 2
     assert done.errors.startswith(f"error: {tmp_path}/typo.ckpt is no checkpoint: nothing is there")
