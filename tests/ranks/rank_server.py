@@ -26,7 +26,7 @@ from launcher.rank import worker
 from launcher.rank.fork_server import serve
 from launcher.secrets import MaskedStream
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 # Among them what torch and Lightning have set in this process.
 _NOT_KEPT = (
     "WANDB_", "FOLDPIPE_", "PYTEST_", "PL_", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
