@@ -89,7 +89,7 @@ class UncutModel(StageModel):
         dataloader_idx: int | None = None,
     ) -> StageOutput:
         with captured_logs(self._module) as logs:
-            result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
+            result = call_step(self._module, mode, batch, batch_idx, dataloader_idx, whole=True)
         return final_output(result, mode, logs.calls(), self._module)
 
     def select(self, selection: Selection) -> None:

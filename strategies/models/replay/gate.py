@@ -170,8 +170,12 @@ def call_step(
     batch: Any,
     batch_idx: int,
     dataloader_idx: int | None = None,
+    *,
+    whole: bool = False,
 ) -> Any:
     """Calls the user's step of ``mode`` with the arguments that Lightning gives it.
+
+    A ``whole`` one runs once per batch, and may write files.
 
     ``dataloader_idx`` is the evaluation loader's; of a training step it says which way it goes, and
     the step is not told.
@@ -183,10 +187,10 @@ def call_step(
             "Take batch and batch_idx instead."
         )
     arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
+    if dataloader_idx is not None and mode != "train":
+        arguments.append(dataloader_idx)
     with _STEPS.versions_counted():
-        if dataloader_idx is None or mode == "train":
-            return watched(step, *arguments)
-        return watched(step, *arguments, dataloader_idx)
+        return step(*arguments) if whole else watched(step, *arguments)
 
 
 STEP_FRAME = call_step.__code__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -153,8 +154,16 @@ def bare() -> pl.LightningModule:
     return net
 
 
+class Writes(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        with tempfile.TemporaryFile("w") as file:
+            file.write(f"{len(batch[0])} {loss.detach()}")
+        return loss
+
+
 CASES: list[Callable[[], pl.LightningModule]] = [
-    Physics, Late, Learner, Critic, EarlyExit, Memory, Arrays, Mapped, Codebook, bare,
+    Physics, Late, Learner, Critic, EarlyExit, Memory, Arrays, Mapped, Codebook, Writes, bare,
 ]  # fmt: skip
 
 
