@@ -225,7 +225,7 @@ def hooks_at_rest(module: nn.Module, captures: list[nn.Module]) -> Iterator[None
     that asks for them; ``captures`` gets the models that did, for ``install_capturing``.
 
     Raises:
-        ModelError: The step leaves hooks of somebody else.
+        ModelError: The step leaves hooks of a library.
     """
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     before = [

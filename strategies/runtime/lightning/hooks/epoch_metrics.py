@@ -151,7 +151,7 @@ def _put(metric: Any, entries: Sequence[Mapping[str, Any]]) -> None:
     metric.value = torch.tensor(joined, dtype=metric.value.dtype, device=metric.value.device)
     if how == "mean":
         weight = sum(entry["weight"] for entry in entries)
-        metric.cumulated_batch_size = torch.tensor(weight, device=metric.value.device)
+        metric.cumulated_batch_size = metric.value.new_tensor(weight)
     metric._computed = None
 
 

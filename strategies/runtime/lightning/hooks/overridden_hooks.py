@@ -128,7 +128,7 @@ def _owners(hook: str, callbacks: Sequence[Any], module: pl.LightningModule) -> 
 
 
 def gradient_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Names of whoever may change gradients between the flush and the update, on this rank."""
+    """Callbacks and modules that may change gradients between flush and update, on this rank."""
     if not module.automatic_optimization:
         return [type(module).__name__]
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
