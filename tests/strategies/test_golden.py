@@ -1,8 +1,8 @@
 """What the core makes of every schedule, byte by byte: timelines and lowered programs.
 
-Each file has two sizes under uniform costs, and the programs of the smaller one with
-every option that decides a program. An option that changes nothing, or that the schedule refuses,
-is one word, so that a change of either shows.
+Each file has two sizes under uniform costs, the larger one where sends wait for their receives,
+and the programs of the smaller one with every option that decides a program. An option that changes
+nothing, or that the schedule refuses, is one word, so that a change of either shows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from strategies.schedules import SCHEDULES
 SIZES = ((2, 4), (4, 8))
 SMALL = Plan(pp=2, num_microbatches=4, buckets=2, costs=UniformCosts())
 LAYERS = (1, 2, 0, 1)  # with experts on other ranks, of the first stages
+WAITING = UniformCosts(p2p=0.1, transport="rendezvous")  # messages in an order that a search finds
 OPTIMAL = Recompute("optimal", max_full_activations=1.5)  # a search: seconds for some schedules
 SEARCHED = ("gpipe", "1f1b", "interleaved_1f1b", "foldx_fifo")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -52,6 +53,8 @@ def test_timelines_and_lowered_programs(golden, schedule):
     plan = replace(SMALL, schedule=schedule)
     made = compile_plan(plan)
     plain = _lowered(plan)
+    waiting = compile_plan(Plan(schedule, *SIZES[-1], costs=WAITING)).accumulate
+    parts.append(f"rendezvous p2p=0.1\n{format_rows(waiting.ranks)}")
     parts += [f"lowered{plain}", f"accumulate\n{format_rows(made.accumulate.ranks)}"]
     parts += [f"forward\n{format_rows(made.forward.ranks)}"]
     stages = made.train.placement.num_stages
