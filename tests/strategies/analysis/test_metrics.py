@@ -8,6 +8,7 @@ from strategies.compiler import compile_plan
 from strategies.ir import verify
 from strategies.ir.program import bidirectional
 from strategies.lowering.send_recv import add_messages
+from strategies.plan import Recompute
 from strategies.simulator.engine import unroll
 from tests.strategies.programs import plans, uneven, written
 
@@ -190,3 +191,12 @@ def test_a_pipeline_whose_last_stage_is_slowest_has_no_more_than_the_known_throu
     program = compile_program(schedule="1f1b", pp=len(whole), num_microbatches=n)
     found = figures(program, UniformCosts(tuple(forward), tuple(backward))).throughput
     assert found == pytest.approx(n / (sum(whole) + (n - 1) * whole[-1]))
+
+
+def test_a_checkpointed_forward_counts_as_the_share_that_it_keeps():
+    costs = UniformCosts(stage_input=0.25)
+    program = compile_program(
+        schedule="1f1b", pp=2, num_microbatches=4, recompute=Recompute("full")
+    )
+    # One is whole while it runs backwards; the first rank has another one's input beside it.
+    assert measure(simulate(program, costs), costs).peak_activations == (1.25, 1.0)

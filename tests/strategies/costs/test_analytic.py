@@ -241,3 +241,24 @@ def test_one_link_for_messages_and_reductions_is_for_buffered_messages():
     assert table(one_link=True).one_link
     with pytest.raises(CostError, match=r"Try costs\.transport=buffered"):
         table(one_link=True, transport="rendezvous")
+
+
+def test_what_an_update_has_changed_is_kept_twice_but_for_what_nobody_has():
+    """Weights and moments; of two parameters there is one moment less."""
+    stage = replace(STAGES[0], lean_parameters=2)
+    program = compile_program(schedule="1f1b", pp=1, num_microbatches=1)
+    states = [
+        AnalyticCosts((stage,), MACHINE, keeps_updates=keeps).table(program).state_bytes
+        for keeps in (False, True)
+    ]
+    plain = 5 * (4 + 4) + 5 * 8 - 2 * 4
+    assert states == [(plain,), (plain + 5 * (4 + 8) - 2 * 4,)]
+
+
+def test_gradients_in_32_bits_need_no_wider_copy_for_the_update():
+    program = compile_program(schedule="1f1b", pp=1, num_microbatches=1)
+    for gradient, wider in ((4, 0), (2, 5 * 4)):
+        sizes = ElementSizes(weight=2, gradient=gradient, activation=2, main=4)
+        memory = AnalyticCosts(STAGES[:1], MACHINE, sizes=sizes).table(program).memory
+        assert memory is not None
+        assert memory.step_temporaries == (wider,)

@@ -77,3 +77,17 @@ def test_shared_experts_run_while_tokens_are_on_their_way_to_others():
         assert plain.backward_input[0] - found.backward_input[0] == pytest.approx(forward)
         assert plain.backward_weight == found.backward_weight
         assert plain.exchange[0] - found.exchange[0] == pytest.approx(forward)
+
+
+def test_ranks_with_the_same_part_of_each_expert_lie_apart():
+    two = replace(GPU, gpus_per_node=2)
+    assert exchangers(two, 2).num_nodes == 1  # ranks 0 and 1
+    assert exchangers(two, 2, 2).num_nodes == 2  # ranks 0 and 2
+
+
+def test_with_parts_of_experts_fewer_ranks_share_an_optimizers_state():
+    costs = AnalyticCosts((LOAD,), GPU, element_bytes=1, dp=4, tp=2, ep=2, expert_tp=True)
+    found = costs.table_for(ONE, (1,), frozenset({0}))
+    assert found.state_bytes is not None
+    # Of 80 parameters of experts a rank has a fourth, as one other of the eight ranks has.
+    assert found.state_bytes[0] == 2 * (20 + 20) + 2 * 20 // 4 + 2 * 20 // 2

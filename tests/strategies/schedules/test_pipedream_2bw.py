@@ -11,7 +11,7 @@ from strategies.errors import PlanError
 from strategies.ir.kinds import Kind
 from strategies.ir.text import format_rows
 from strategies.ir.versions import gradient_sums, staleness, weight_versions
-from strategies.plan import Plan
+from strategies.plan import Plan, Recompute
 from tests.strategies.programs import lines
 from tests.strategies.schedules.figures import picture
 
@@ -44,11 +44,20 @@ def test_in_steady_state_nobody_waits_from_as_many_microbatches_as_ranks_on(pp, 
     figures = measure(timeline, costs)
     assert figures.period == figures.makespan == figures.lower_bound == pp * (1 + backward)
     assert figures.bubble_ratio == pytest.approx(0, abs=1e-9)
+    assert figures.gap_to_ideal == pytest.approx(0, abs=1e-9)
     assert figures.peak_activations == tuple(range(pp, 0, -1))
     assert not figures.synchronous
     # What it takes to fill and to drain the pipeline is there once.
     batches = program.num_microbatches // pp
     assert timeline.makespan == (batches * pp + pp - 1) * (1 + backward)
+
+
+def test_forwards_that_run_again_are_those_of_one_batch():
+    costs = UniformCosts()
+    program = compile_program(
+        schedule="pipedream_2bw", pp=2, num_microbatches=2, recompute=Recompute("full")
+    )
+    assert measure(simulate(program, costs), costs).recomputed == 4
 
 
 def test_a_step_takes_what_zero_bubbles_promise_and_no_flush_gets():

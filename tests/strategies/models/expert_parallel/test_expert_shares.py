@@ -26,6 +26,12 @@ class Some(ExpertRanks):
         self.rank, self.size = 1, size
 
 
+class Slicers:
+    """The second of two ranks that share each expert."""
+
+    rank, size = 1, 2
+
+
 def test_a_rank_keeps_its_experts_and_who_has_the_others():
     module = nn.Sequential(nn.Linear(2, 2), Layer(4))
     ranks = Some()
@@ -36,6 +42,22 @@ def test_a_rank_keeps_its_experts_and_who_has_the_others():
     shares.apply(module, "1")
     assert module[1].up.tolist() == [[4.0, 5.0], [6.0, 7.0]]
     assert module[1].exchange is ranks
+
+
+class Wide(Layer):
+    expert_slices = {"up": 1}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__(4)
+        self.up = nn.Parameter(torch.arange(16.0).view(4, 4))
+
+
+def test_a_rank_keeps_its_part_of_each_of_its_experts():
+    module, ranks = nn.Sequential(Wide()), Some()
+    ranks.slicers = Slicers()
+    ExpertShares(module, ranks).apply(module, "0")
+    assert ranks.place == 3
+    assert module[0].up.tolist() == [[10.0, 11.0], [14.0, 15.0]]
 
 
 class Misnamed(Layer):
