@@ -13,18 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.ranks import rank_pool
+from benchmarks.table import Table
 from strategies.costs.uniform import UniformCosts
 from strategies.simulator.engine import simulate
 from tests.distributed.test_example_scripts import EXAMPLES, LEARNED, measured, missing
-from tests.ranks.pool import Ranks
-
-_HEAD = (
-    "| script | schedule | microbatches | ms per step | bubble, predicted | bubble, measured |\n"
-    "|---|---|---|---|---|---|"
-)
 
 
 def main() -> None:
@@ -34,29 +29,33 @@ def main() -> None:
     unknown = [name for name in asked if name not in LEARNED]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(LEARNED)}")
-    sys.stdout.write("\n".join((_HEAD, *_lines(asked))) + "\n")
+    sys.stdout.write(f"{_table(asked)}\n")
 
 
-def _lines(names: list[str]) -> Iterator[str]:
-    ranks = Ranks(2)
-    try:
+def _table(names: list[str]) -> Table:
+    table = Table(
+        "script", "schedule", "microbatches", "ms per step", "bubble, predicted", "bubble, measured"
+    )
+    with rank_pool(2) as ranks:
         for name in names:
             if missing(name):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 timeline = ranks.run(measured, path=str(EXAMPLES / name), folder=folder)[0]
             if timeline is None:  # manual optimization: a program per backward
-                yield f"| `{Path(name).stem}` | | | | | |"
+                table.add(f"`{Path(name).stem}`", *[""] * 5)
                 continue
             program = timeline.program
             predicted = simulate(program, UniformCosts())
-            yield (
-                f"| `{Path(name).stem}` | `{program.schedule}` | {program.num_microbatches} | "
-                f"{1000 * timeline.makespan:.1f} | {100 * predicted.bubble_ratio:.1f} % | "
-                f"{100 * timeline.bubble_ratio:.1f} % |"
+            table.add(
+                f"`{Path(name).stem}`",
+                f"`{program.schedule}`",
+                program.num_microbatches,
+                f"{1000 * timeline.makespan:.1f}",
+                f"{100 * predicted.bubble_ratio:.1f} %",
+                f"{100 * timeline.bubble_ratio:.1f} %",
             )
-    finally:
-        ranks.close()
+    return table
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 
 def _machine() -> str:
-    from benchmarks.pipeline_overhead import machine
+    from benchmarks.table import machine
 
     return machine()
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.emulation import TOKENS, loss_of
 from benchmarks.fold_on_links_scenario import (
     Contender,
     Link,
@@ -20,7 +21,6 @@ from benchmarks.fold_on_links_scenario import (
     stages_per_rank,
 )
 from benchmarks.fold_on_links_stage import Emulation, LayeredModel, LayeredStage
-from benchmarks.overhead_emulation import TOKENS, loss_of
 from strategies.compiler import compile_plan
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.plan import Options

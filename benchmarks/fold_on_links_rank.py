@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from benchmarks import overhead_ranks
 from benchmarks.fold_on_links_engines import Engine, Groups, build
 from benchmarks.fold_on_links_scenario import Assignment, Link, Scenario
+from benchmarks.ranks import prepare
 from strategies.runtime.messages.mesh import Coordinates
 
 _DEADLINE = timedelta(seconds=120)
@@ -234,7 +234,7 @@ def run_rank(rank: int, master: str, task: Path, result: Path) -> None:
     assignment: Assignment = pickle.loads(task.read_bytes())
     scenario = assignment.scenario
     torch.set_num_threads(1)
-    overhead_ranks.prepare(realtime=False)
+    prepare(realtime=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     where = Coordinates.of(rank, pp=scenario.pp, dp=scenario.dp)
     dist.init_process_group(

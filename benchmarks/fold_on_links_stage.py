@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from benchmarks.overhead_emulation import loss_of
+from benchmarks.emulation import loss_of
 from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
 
 

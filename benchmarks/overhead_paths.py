@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.overhead_ranks import Steady, between, durations
 from strategies.compiler import compile_plan
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
@@ -64,3 +67,27 @@ def steady_period(
         return simulate(program, costs).period
     *_, before, last = unroll(program, costs, steps=6)
     return max(max(row) for row in last.end) - max(max(row) for row in before.end)
+
+
+def measured_costs(found: Sequence[Steady], stages: float) -> UniformCosts:
+    """Milliseconds per rank and microbatch, of ``stages`` on each; means over the ranks.
+
+    All of one step before: a message takes what those have taken that a rank has waited for, and an
+    instruction besides what passes until the next one begins where nothing was waited for.
+    """
+    each = [durations(rank.marks) for rank in found]
+    link = found[0].link
+    gaps = between([rank.marks for rank in found], link)
+    more = statistics.median(gaps.rest) if gaps.rest else 0.0
+
+    def mean(kind: str) -> float:
+        took = [rank[kind] for rank in each if kind in rank]
+        return 1e3 * stages * (statistics.fmean(took) + more)
+
+    took = statistics.median(gaps.messages) - more if gaps.messages else link
+    message = 1e3 * max(0.0, took)  # On a busy machine what passes in between may be longer.
+    forward = mean("F")
+    if any("I" in took for took in each):
+        inputs, weights = mean("I"), mean("W")
+        return UniformCosts(forward, inputs + weights, inputs, p2p=message)
+    return UniformCosts(forward, mean("B"), p2p=message)

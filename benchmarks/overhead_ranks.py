@@ -1,43 +1,31 @@
-"""What every rank of the benchmark does: all engines on one task, in turn."""
+"""What every rank of ``pipeline_overhead`` does: engines in turns, or steps behind each other."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import statistics
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.overhead_emulation import Emulation
-from benchmarks.overhead_engine import Engine, Task
-from benchmarks.overhead_ours import Ours
-from strategies.costs.profile_file import Link
+from benchmarks.emulation import Emulation, Task
+from benchmarks.engine import Engine, in_turns, ready, steady, timed
+from benchmarks.list_walk import Bare, sleeping_autograd
+from benchmarks.ranks import busy_link
+from benchmarks.runtime import SleepingOurs
+from benchmarks.torch_pipelining import SleepingTorch, TorchOurs, TorchPipeline
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
-from strategies.profiling.link_times import fit_link
-from strategies.runtime.messages.transport import SharedTransport, Transport
 from strategies.runtime.step.recorder import StepRecord
 
-# Imported where they are asked for.
-ENGINES = {
-    "ours": ("benchmarks.overhead_ours", "Ours"),
-    "torch": ("benchmarks.overhead_torch", "Torch"),
-    "torch_ours": ("benchmarks.overhead_torch", "TorchOurs"),
-    "bare": ("benchmarks.overhead_bare", "Bare"),
-    "autograd": ("benchmarks.overhead_bare", "Autograd"),
+ENGINES: dict[str, Callable[[Task], Engine]] = {
+    "ours": SleepingOurs,
+    "torch": SleepingTorch,
+    "torch_ours": TorchOurs,
+    "bare": Bare,
+    "autograd": sleeping_autograd,
 }
-# Of the messages by which `busy_link` finds what one takes.
-_SIZES = (2**14, 2**17, 2**20, 2**21)  # bytes
-_MESSAGES = 15
-_WARM_UPS = 3
-_PAUSE_S = 10e-3  # as an instruction: what has been idle begins slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +33,7 @@ class Spans:
     """One engine on one rank.
 
     Attributes:
-        step_s: Duration of each repetition.
+        step_s: Duration of each repetition, of the slowest rank.
         busy_s: Emulated compute in it.
         order: The engine's own compute order as CSV; None for that of our schedule.
     """
@@ -59,38 +47,28 @@ def run_task(
     *,
     schedule: str,
     num_microbatches: int,
-    engines: tuple[str, ...],
+    engines: Sequence[str],
     emulation: Emulation,
     warmups: int,
     repetitions: int,
 ) -> dict[str, Spans]:
-    """All engines on one task, one step each in turn, so that noise hits them alike."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    emulations = {name: replace(emulation) for name in engines}
-    built = {
-        name: _build(name, Task(schedule, ranks, num_microbatches, rank, emulations[name]))
-        for name in engines
-    }
-    step_s: dict[str, list[float]] = {name: [] for name in engines}
-    busy_s: dict[str, list[float]] = {name: [] for name in engines}
-    for repetition in range(warmups + repetitions):
-        for name, engine in built.items():
-            emulations[name].busy_s = 0.0
-            dist.barrier()
-            started = time.perf_counter()
-            engine.step()
-            taken = time.perf_counter() - started
-            if repetition >= warmups:
-                step_s[name].append(taken)
-                busy_s[name].append(emulations[name].busy_s)
-    dist.barrier()
-    found = {
-        name: Spans(tuple(step_s[name]), tuple(busy_s[name]), engine.order())
-        for name, engine in built.items()
-    }
-    for engine in built.values():
-        engine.close()
-    return found
+    """All engines on one task, a step each in turn."""
+    tasks = {name: Task(schedule, num_microbatches, replace(emulation)) for name in engines}
+    built = {name: ENGINES[name](task) for name, task in tasks.items()}
+
+    def once(name: str) -> tuple[float, float]:
+        tasks[name].emulation.busy_s = 0.0
+        took, _ = timed(built[name].step)
+        return took, tasks[name].emulation.busy_s
+
+    with ready(*built.values()):
+        found = in_turns(built, once, warmups=warmups, repetitions=repetitions)
+    spans = {}
+    for name, engine in built.items():
+        steps, busy = zip(*found[name], strict=True)
+        order = engine.order if isinstance(engine, TorchPipeline) else None
+        spans[name] = Spans(steps, busy, order)
+    return spans
 
 
 class Mark(NamedTuple):
@@ -124,25 +102,19 @@ def run_steady(
     emulation: Emulation,
     warmups: int,
     repetitions: int,
-    clip: str,
+    clip: Literal["", "waits", "early"],
 ) -> Steady:
-    """Of this rank, which waits for no other at the end of a step.
+    """Of this rank, which waits for no other at the end of a step."""
+    link = busy_link()
+    engine = SleepingOurs(Task(schedule, num_microbatches, emulation), clip=clip)
+    marks: list[Mark] = []
 
-    ``clip`` as in ``Ours``; of what has a flush, nothing.
-    """
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    link, marks = busy_link(), []
-    engine = Ours(Task(schedule, ranks, num_microbatches, rank, emulation), clip=clip)
-    ended = []
-    dist.barrier()
-    for repetition in range(warmups + repetitions + 1):
-        engine.step()
-        if repetition >= warmups:
-            ended.append(time.perf_counter())
-        if repetition == warmups - 1:
-            marks = _marks(engine.last_record(), rank)
-    engine.close()
-    dist.barrier()
+    def after(step: int) -> None:
+        if step == warmups - 1:
+            marks.extend(_marks(engine.last_record, dist.get_rank()))
+
+    with ready(engine):
+        ended = steady(engine, warmups=warmups + 1, steps=repetitions, after=after)
     periods = [after - before for before, after in pairwise(ended)]
     return Steady(periods, link.latency_s + 4 * emulation.elements / link.bandwidth, marks)
 
@@ -200,69 +172,3 @@ def between(ranks: Sequence[Sequence[Mark]], link: float) -> Between:
             elif end > before.end:
                 found.messages.append(mark.start - end)
     return found
-
-
-def _build(name: str, task: Task) -> Engine:
-    module, attribute = ENGINES[name]
-    engine: Engine = getattr(importlib.import_module(module), attribute)(task)
-    return engine
-
-
-def busy_link() -> Link:
-    """What a message takes while every rank talks to both neighbours; the same on all ranks.
-
-    Ranks of one machine end their instructions at about the same time, so their messages share its
-    cores. Measured between two ranks while the others are silent, a message takes half as long.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(list(range(size)), backend="gloo")
-    transport = SharedTransport(group, timeout_s=600.0)
-    neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < size]
-    times = []
-    for length in _SIZES:
-        taken = [_once(transport, neighbours, length) for _ in range(_MESSAGES)]
-        own = torch.tensor(statistics.median(taken[_WARM_UPS:]), dtype=torch.float64)
-        dist.all_reduce(own)
-        times.append(float(own) / size)
-    dist.barrier()  # No rank leaves before all have received everything.
-    dist.destroy_process_group(group)
-    return fit_link(_SIZES, times)
-
-
-def _once(transport: Transport, neighbours: list[int], length: int) -> float:
-    """Seconds until what all neighbours have sent is here."""
-    leaving = torch.zeros(length // 4)
-    dist.barrier()  # Of another group: in that of messages it may not end beside them.
-    time.sleep(_PAUSE_S)
-    begun = time.perf_counter()
-    arriving = [
-        transport.expect(leaving.shape, leaving.dtype, leaving.device, n, 0) for n in neighbours
-    ]
-    sent = [transport.send(leaving, n, 0) for n in neighbours]
-    for arrival in arriving:
-        arrival.wait()
-    took = time.perf_counter() - begun
-    for handle in sent:
-        handle.wait()
-    return took
-
-
-def prepare(*, realtime: bool) -> bool:
-    """Makes sleeps end on time.
-
-    Args:
-        realtime: Put all threads of this rank, the backend's too, before those of other programs.
-
-    Returns:
-        Whether the ranks have the priority that was asked for.
-    """
-    with suppress(OSError):
-        # Linux lets a sleep last 50 us longer to save interrupts.
-        Path("/proc/self/timerslack_ns").write_text("1")
-    if realtime:
-        try:
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(10))
-        except OSError:
-            return False
-    return True

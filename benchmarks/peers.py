@@ -22,85 +22,128 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.peers_engines import PEERS, installed
-from benchmarks.peers_model import Size
-from benchmarks.peers_ranks import Cell, run_rank
-from tests.ranks.pool import Ranks
+from benchmarks.engine import in_turns, ready, timed
+from benchmarks.peers_engines import ENGINES, PEERS, installed
+from benchmarks.peers_model import Share, Size
+from benchmarks.ranks import own_core, rank_pool
+from benchmarks.table import Table, quartiles
 
 TOLERANCE = 1e-5  # of weights in 32 bits, which two steps have moved by thousands of that
 
 
-def measure(
-    ranks: Ranks,
-    *,
-    engines: Sequence[str],
-    schedules: Sequence[str],
-    num_microbatches: int,
-    repetitions: int,
-    size: Size,
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine on one schedule; times in seconds, one per repetition.
+
+    Attributes:
+        engine: ``plain``, or as in ``PEERS``.
+        schedule: By our name; of plain that of the others which it took turns with.
+        wall_s: Of the slowest rank.
+        cpu_s: Of all ranks together, and all their threads.
+        difference: Largest one of a weight from plain's after two steps.
+    """
+
+    engine: str
+    schedule: str
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    difference: float
+
+
+def run_rank(
+    *, schedule: str, engines: Sequence[str], size: Size, num_microbatches: int, repetitions: int
 ) -> list[Cell]:
-    """Per schedule plain training's cell, then those of the engines that have it."""
-    cells: list[Cell] = []
-    for schedule in schedules:
-        found = ranks.run(
-            run_rank, schedule=schedule, engines=[e for e in engines if schedule in PEERS[e][1]],
-            size=size, num_microbatches=num_microbatches, repetitions=repetitions
-        )  # fmt: skip
-        cells += found[0]
-    return cells
+    """What every rank does: plain training's cell, then those of the engines, all in turns."""
+    names = ("plain", *engines)
+    shares = {
+        name: Share(schedule, size, num_microbatches, alone=name == "plain") for name in names
+    }
+    built = {name: ENGINES[name](share) for name, share in shares.items()}
+
+    def once(name: str) -> tuple[float, float]:
+        return (_alone if name == "plain" else timed)(built[name].step)
+
+    with own_core(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other people's code
+        with ready(*built.values()):
+            for _ in range(2):
+                for engine in built.values():
+                    engine.step()
+            apart = {name: _difference(name, shares) for name in engines}
+            times = in_turns(built, once, warmups=0, repetitions=repetitions)
+    return [
+        Cell(name, schedule, *zip(*times[name], strict=True), apart.get(name, 0.0))
+        for name in names
+    ]  # fmt: skip
+
+
+def _difference(name: str, shares: dict[str, Share]) -> float:
+    """Over all ranks, which must have each layer once."""
+    wanted, own = shares["plain"].weights(), shares[name].weights()
+    apart = torch.tensor(max(float((own[i] - wanted[i]).abs().max()) for i in own))
+    count = torch.tensor(len(own))
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    dist.all_reduce(count)
+    assert int(count) == len(wanted), f"{name}: {int(count)} of {len(wanted)} layers"
+    return float(apart)
+
+
+def _alone(step: Callable[[], None]) -> tuple[float, float]:
+    """Rank 0's seconds while the others wait."""
+    wall = cpu = 0.0
+    dist.barrier()
+    if dist.get_rank() == 0:
+        used, began = time.process_time(), time.perf_counter()
+        step()
+        wall, cpu = time.perf_counter() - began, time.process_time() - used
+    dist.barrier()
+    return wall, cpu
 
 
 def table(cells: Sequence[Cell], *, ranks: int, num_microbatches: int) -> str:
-    """Rows of Markdown, and what the machine was like."""
-    lines = [
-        "| schedule | engine | wall over plain | CPU over plain | ideal wall |",
-        "|---|---|---|---|---|",
-    ]
+    """The table, and what the machine was like."""
+    shown = Table("schedule", "engine", "wall over plain", "CPU over plain", "ideal wall")
     plain = cells[0]
     for cell in cells:
         if cell.engine == "plain":
             plain = cell
             continue
-        name = f"| {cell.schedule} | {cell.engine} "
         if not cell.difference < TOLERANCE:
-            lines.append(f"{name}| weights differ by {cell.difference:.1e} | | |")
+            shown.add(
+                cell.schedule, cell.engine, f"weights differ by {cell.difference:.1e}", "", ""
+            )
             continue
         chunks = 1 if cell.schedule == "1f1b" else 2
         ideal = (num_microbatches + (ranks - 1) / chunks) / (num_microbatches * ranks)
         wall, cpu = _over(cell.wall_s, plain.wall_s), _over(cell.cpu_s, plain.cpu_s)
-        lines.append(f"{name}| {wall} | {cpu} | {ideal:.3f} |")
+        shown.add(cell.schedule, cell.engine, wall, cpu, f"{ideal:.3f}")
     plains = [cell for cell in cells if cell.engine == "plain"]
     wall_s = [took for cell in plains for took in cell.wall_s]
     typical = statistics.median(wall_s)
     used = statistics.median(took for cell in plains for took in cell.cpu_s)
-    low, high = _quartiles([took / typical for took in wall_s])
-    lines += [
-        "",
+    low, high = quartiles([took / typical for took in wall_s])
+    return (
+        f"{shown}\n\n"
         f"plain: {typical * 1e3:.0f} ms per step, quartiles {low:.3f}-{high:.3f} of it, wall over "
         f"CPU {typical / used:.2f} (1 on a machine that does nothing else); "
-        f"{len(plain.wall_s)} repetitions, {ranks} ranks, {num_microbatches} microbatches",
-    ]
-    return "\n".join(lines)
+        f"{len(plain.wall_s)} repetitions, {ranks} ranks, {num_microbatches} microbatches\n"
+    )
 
 
 def _over(took: Sequence[float], plain: Sequence[float]) -> str:
     unit = statistics.median(plain)
     ratios = [value / unit for value in took]
-    low, high = _quartiles(ratios)
+    low, high = quartiles(ratios)
     return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
 
 
 def main() -> None:
@@ -118,20 +161,18 @@ def main() -> None:
     for engine in given.engines:
         if engine not in there:
             sys.stderr.write(f"{engine} is not installed and takes no part\n")
-    ranks = Ranks(given.ranks)
-    try:
-        cells = measure(
-            ranks,
-            engines=there,
-            schedules=given.schedules,
-            num_microbatches=given.microbatches,
-            repetitions=given.repetitions,
-            size=Size(hidden=given.hidden),
-        )
-    finally:
-        ranks.close()
-    shown = table(cells, ranks=given.ranks, num_microbatches=given.microbatches)
-    sys.stdout.write(f"{shown}\n")
+    cells: list[Cell] = []
+    with rank_pool(given.ranks) as ranks:
+        for schedule in given.schedules:
+            cells += ranks.run(
+                run_rank,
+                schedule=schedule,
+                engines=[engine for engine in there if schedule in PEERS[engine][1]],
+                size=Size(hidden=given.hidden),
+                num_microbatches=given.microbatches,
+                repetitions=given.repetitions,
+            )[0]
+    sys.stdout.write(table(cells, ranks=given.ranks, num_microbatches=given.microbatches))
     if given.json is not None:
         said = {"torch": torch.__version__, "cells": [asdict(cell) for cell in cells]}
         given.json.write_text(json.dumps(said, indent=1))

@@ -11,21 +11,20 @@ import importlib
 import importlib.util
 import os
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 
-from benchmarks import overhead_torch
-from benchmarks.peers_floors import Bare, Peer, Plain
-from benchmarks.peers_model import bounds, loss_of, optimizer
+from benchmarks.engine import Engine
+from benchmarks.list_walk import Autograd
+from benchmarks.peers_model import Share, loss_of, optimizer
+from benchmarks.runtime import Ours
+from benchmarks.torch_pipelining import TorchPipeline
 from strategies.models.stage_model import Mode
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
-from strategies.runtime.engine.rank_engine import Engine as Runtime
-from strategies.runtime.messages.mesh import Coordinates
 
 # Per engine, the package that must be there, and its schedules by our names.
 PEERS = {
@@ -65,73 +64,55 @@ class _Net(nn.Module):
         return loss_of(tensors[0], batch[1])
 
 
-class Ours(Peer):
-    """The engine of this project, without Lightning's loop."""
-
-    @property
-    def owned(self) -> list[int]:
-        return list(self._runtime.placement.stages_of(self.rank))
-
-    def build(self) -> None:
-        self._runtime = Runtime(
-            model=UnitModel(_Net(self.layers)),
-            plan=Plan(
-                self.schedule, pp=self.ranks, num_microbatches=self.num_microbatches, buckets=0
-            ),
-            options=Options(
-                backend="shared",
-                on_nan="ignore",
-                units_per_stage=tuple(map(len, bounds(self.size, self.num_stages))),
-            ),
-            coordinates=Coordinates(self.ranks, 1, self.rank, 0),
-            device=torch.device("cpu"),
-        )
-        self._runtime.build_gradients()
-        self._optimizer = optimizer(self._runtime.updated_parameters())
-        self._steps = 0
-
-    def step(self) -> None:
-        runtime = self._runtime
-        runtime.train_pass(self.batch, batch_idx=0, step=self._steps, accumulation=1, update=True)
-        runtime.restore_gradients()
-        runtime.flush()
-        self._optimizer.step()
-        runtime.stepped()
-        self._steps += 1
-
-    def close(self) -> None:
-        self._runtime.close()
+def _ours(share: Share) -> Ours:
+    pp, microbatches = share.ranks, share.num_microbatches
+    units = tuple(map(len, share.bounds))
+    return Ours(
+        UnitModel(_Net(share.layers)),
+        Plan(share.schedule, pp=pp, num_microbatches=microbatches, buckets=0),
+        share.batch,
+        options=Options(backend="shared", on_nan="ignore", units_per_stage=units),
+        optimizer=optimizer,
+    )
 
 
-class Torch(Peer):
-    """torch.distributed.pipelining."""
+def _torch(share: Share) -> TorchPipeline:
+    tokens, targets = share.batch
+    return TorchPipeline(
+        share.schedule,
+        {number: share.stage(number) for number in share.owned},
+        num_stages=share.num_stages,
+        num_microbatches=share.num_microbatches,
+        batch=tokens,
+        target=targets,
+        loss=loss_of,
+        optimizer=optimizer,
+    )
 
-    @property
-    def owned(self) -> list[int]:
-        if self.schedule == "zb_v":
-            return [self.rank, self.num_stages - 1 - self.rank]
-        return super().owned
 
-    def build(self) -> None:
-        modules = {number: self.stage(number) for number in self.owned}
-        stages = [
-            pipelining.PipelineStage(module, number, self.num_stages, torch.device("cpu"))
-            for number, module in modules.items()
-        ]
-        made: Any = overhead_torch.SCHEDULES[self.schedule]
-        own = stages[0] if self.chunks == 1 else stages
-        self._schedule = made(own, n_microbatches=self.num_microbatches, loss_fn=loss_of)
-        self._optimizer = optimizer(p for module in modules.values() for p in module.parameters())
+def _bare(share: Share) -> Autograd:
+    shape = (share.size.rows, share.size.sequence, share.size.hidden)
+    data = list(share.microbatches())
+    return Autograd(share.schedule, share.stage, shape, data, loss_of, optimizer)
+
+
+class _Peer(Engine):
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+
+class Plain(_Peer):
+    """One process, one microbatch behind the other; talks to nobody."""
+
+    def setup(self) -> None:
+        self._net = nn.Sequential(*self._share.layers)
+        self._optimizer = optimizer(self._net.parameters())
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        tokens, target = self.batch
-        last = self.num_stages - 1 in self.owned
-        self._schedule.step(
-            *((tokens,) if 0 in self.owned else ()),
-            **({"target": target} if last else {}),
-            return_outputs=False,
-        )
+        for tokens, target in self._share.microbatches():
+            loss = loss_of(self._net(tokens), target) / self._share.num_microbatches
+            torch.autograd.backward(loss)
         self._optimizer.step()
 
 
@@ -149,27 +130,28 @@ class _Fed(nn.Module):
         self.given = given[0]
 
 
-class Megatron(Peer):
+class Megatron(_Peer):
     """megatron-core's forward_backward functions; messages as single sends, the faster way here."""
 
-    def build(self) -> None:
+    def setup(self) -> None:
+        share = self._share
         schedules = self._on_cpu()
         parallel = importlib.import_module("megatron.core.parallel_state")
         config_of: Any = importlib.import_module("megatron.core.transformer.transformer_config")
         talk: Any = importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
         collection: Any = importlib.import_module("megatron.core.process_groups_config")
-        virtual = self.chunks if self.chunks > 1 else None
+        virtual = share.chunks if share.chunks > 1 else None
         parallel.destroy_model_parallel()
         parallel.initialize_model_parallel(
-            pipeline_model_parallel_size=self.ranks,
+            pipeline_model_parallel_size=share.ranks,
             virtual_pipeline_model_parallel_size=virtual,
             create_gloo_process_groups=False,
         )
         config = config_of.TransformerConfig(
-            num_layers=self.size.blocks,
+            num_layers=share.size.blocks,
             num_attention_heads=4,
-            hidden_size=self.size.hidden,
-            pipeline_model_parallel_size=self.ranks,
+            hidden_size=share.size.hidden,
+            pipeline_model_parallel_size=share.ranks,
             virtual_pipeline_model_parallel_size=virtual,
             pipeline_dtype=torch.float32,
             batch_p2p_comm=False,
@@ -177,8 +159,8 @@ class Megatron(Peer):
             deallocate_pipeline_outputs=True,
         )
         self._model = [
-            _Fed(self.stage(number), config, number, chunk if virtual else None)
-            for chunk, number in enumerate(self.owned)
+            _Fed(share.stage(number), config, number, chunk if virtual else None)
+            for chunk, number in enumerate(share.owned)
         ]
         groups = collection.ProcessGroupCollection()
         groups.tp = parallel.get_tensor_model_parallel_group()
@@ -216,33 +198,34 @@ class Megatron(Peer):
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        data = [self.microbatches() for _ in self._model]
+        data = [self._share.microbatches() for _ in self._model]
         self._run(
             forward_step_func=self._forward,
-            data_iterator=data if self.chunks > 1 else data[0],
+            data_iterator=data if self._share.chunks > 1 else data[0],
             model=self._model,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=self._share.num_microbatches,
             # Said as lengths of a sequence and of a batch, so that nothing is transposed.
-            seq_length=self.size.rows,
-            micro_batch_size=self.size.sequence,
+            seq_length=self._share.size.rows,
+            micro_batch_size=self._share.size.sequence,
             p2p_communicator=self._talk,
             pg_collection=self._groups,
         )
         self._optimizer.step()
 
 
-class DeepSpeed(Peer):
+class DeepSpeed(_Peer):
     """DeepSpeed's PipelineModule, without ZeRO; its layers are cut where the others' are."""
 
-    def build(self) -> None:
+    def setup(self) -> None:
+        share = self._share
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("LOCAL_RANK", str(self.rank))
+        os.environ.setdefault("LOCAL_RANK", str(share.rank))
         deepspeed: Any = importlib.import_module("deepspeed")
         comm: Any = importlib.import_module("deepspeed.comm.torch")
         comm.build_shm_op = lambda: None  # else it compiles an all-reduce that nobody calls
         pipe: Any = importlib.import_module("deepspeed.pipe")
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-        cut = bounds(self.size, self.ranks)
+        cut = share.bounds
 
         class Cut(pipe.PipelineModule):  # type: ignore[misc]
             def _partition_layers(self, method: str = "uniform") -> None:
@@ -250,22 +233,22 @@ class DeepSpeed(Peer):
                 self.parts = [part.start for part in cut] + [cut[-1].stop]
                 self._set_bounds(start=own.start, stop=own.stop)
 
-        module = Cut(layers=self.layers, num_stages=self.ranks, loss_fn=loss_of)
-        rows = self.size.rows
+        module = Cut(layers=share.layers, num_stages=share.ranks, loss_fn=loss_of)
+        rows = share.size.rows
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer(module.parameters()),
             config={
-                "train_batch_size": rows * self.num_microbatches,
+                "train_batch_size": rows * share.num_microbatches,
                 "train_micro_batch_size_per_gpu": rows,
-                "gradient_accumulation_steps": self.num_microbatches,
+                "gradient_accumulation_steps": share.num_microbatches,
                 "steps_per_print": 10**9,
                 "zero_allow_untested_optimizer": True,
             },
         )
 
     def step(self) -> None:
-        self._engine.train_batch(data_iter=self.microbatches())
+        self._engine.train_batch(data_iter=self._share.microbatches())
 
 
 class _Staged(nn.Module):
@@ -290,28 +273,29 @@ class _Backwards:
         torch.autograd.backward(tensor, grad)
 
 
-class Colossal(Peer):
+class Colossal(_Peer):
     """ColossalAI's OneForwardOneBackwardSchedule."""
 
-    def build(self) -> None:
+    def setup(self) -> None:
+        share = self._share
         cluster: Any = importlib.import_module("colossalai.cluster")
         manager: Any = importlib.import_module("colossalai.pipeline.stage_manager")
         made: Any = importlib.import_module("colossalai.pipeline.schedule.one_f_one_b")
-        mesh = cluster.ProcessGroupMesh(self.ranks)
+        mesh = cluster.ProcessGroupMesh(share.ranks)
         self._schedule = made.OneForwardOneBackwardSchedule(
             manager.PipelineStageManager(mesh, 0),
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.size.rows,
+            num_microbatches=share.num_microbatches,
+            microbatch_size=share.size.rows,
         )
-        last = self.rank == self.ranks - 1
-        self._model = _Staged(self.stage(self.rank), first=self.rank == 0, last=last)
+        last = share.rank == share.ranks - 1
+        self._model = _Staged(share.stage(share.rank), first=share.rank == 0, last=last)
         self._optimizer = optimizer(self._model.parameters())
 
     def step(self) -> None:
         self._optimizer.zero_grad()
         self._schedule.forward_backward_step(
             self._model,
-            iter([self.batch]),
+            iter([self._share.batch]),
             lambda output, data: loss_of(output, data[1]),
             _Backwards(),
             return_loss=True,
@@ -319,11 +303,11 @@ class Colossal(Peer):
         self._optimizer.step()
 
 
-CLASSES: dict[str, type[Peer]] = {
+ENGINES: dict[str, Callable[[Share], Engine]] = {
     "plain": Plain,
-    "bare": Bare,
-    "foldpipe": Ours,
-    "torch": Torch,
+    "bare": _bare,
+    "foldpipe": _ours,
+    "torch": _torch,
     "megatron-core": Megatron,
     "deepspeed": DeepSpeed,
     "colossalai": Colossal,

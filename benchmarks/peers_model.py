@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+
+from strategies.schedules import find_schedule
 
 RATE = 0.1
 
@@ -82,3 +85,38 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=RATE)
+
+
+class Share:
+    """The model cut for a schedule: this rank's stages, and the batch; all stages if ``alone``."""
+
+    def __init__(
+        self, schedule: str, size: Size, num_microbatches: int, *, alone: bool = False
+    ) -> None:
+        self.schedule, self.size, self.num_microbatches = schedule, size, num_microbatches
+        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        found = find_schedule(schedule)
+        shape = found.resolve(
+            pp=self.ranks, num_microbatches=num_microbatches, stages_per_rank=None, group=None
+        )
+        placement = found.place(shape)
+        self.num_stages = placement.num_stages
+        self.owned = tuple(range(self.num_stages) if alone else placement.stages_of(self.rank))
+        self.chunks = self.num_stages // self.ranks
+        self.bounds = bounds(size, self.num_stages)
+        self.batch, self.layers = batch(size, num_microbatches), layers(size)
+
+    def stage(self, number: int) -> nn.Sequential:
+        return nn.Sequential(*(self.layers[i] for i in self.bounds[number]))
+
+    def microbatches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        tokens, targets = (torch.split(tensor, self.size.rows) for tensor in self.batch)
+        return zip(tokens, targets, strict=True)
+
+    def weights(self) -> dict[int, Tensor]:
+        """By layer, those of this rank."""
+        return {i: _flat(self.layers[i]) for stage in self.owned for i in self.bounds[stage]}
+
+
+def _flat(layer: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in layer.parameters()]).clone()

@@ -22,28 +22,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from benchmarks import overhead_ranks
-from benchmarks.overhead_emulation import Emulation
-from benchmarks.overhead_paths import critical_path, steady_period
-from benchmarks.overhead_torch import runs_ours
+from benchmarks.emulation import Emulation
+from benchmarks.overhead_paths import critical_path, measured_costs, steady_period
+from benchmarks.overhead_ranks import ENGINES, Spans, run_steady, run_task
+from benchmarks.ranks import rank_pool
+from benchmarks.table import Table, command, furthest, machine
+from benchmarks.torch_pipelining import SCHEDULES as SHARED
+from benchmarks.torch_pipelining import runs_ours
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.schedules import SCHEDULES, find_schedule
 from tests.ranks.pool import Ranks
 
-SHARED = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb", "zb_v")
-ENGINES = tuple(overhead_ranks.ENGINES)
 WARMUPS = 2
+ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,154 +74,93 @@ class Cell:
     predicted_ms: float | None = None
 
 
-def measure(
-    ranks: Ranks,
-    *,
-    schedules: Sequence[str] = SHARED,
-    microbatches: Sequence[int] = (8, 16),
-    engines: Sequence[str] = ENGINES,
-    repetitions: int = 5,
-    forward_ms: float = 10.0,
-    elements: int = 2**18,
-    realtime: bool = False,
-) -> list[Cell]:
-    """Runs everything; where torch has no such schedule, it is left out."""
-    if not all(ranks.run(overhead_ranks.prepare, realtime=realtime)):
-        raise PermissionError("--realtime: this user may not set SCHED_FIFO. Leave it out.")
-    cells = []
-    for schedule in schedules:
-        for count in microbatches:
-            shape = find_schedule(schedule).resolve(
-                pp=ranks.world_size, num_microbatches=count, stages_per_rank=None, group=None
-            )
-            share = forward_ms / 1e3 / find_schedule(schedule).place(shape).stages_per_microbatch
-            chosen = tuple(e for e in engines if e != "torch" or schedule in SHARED)
-            if not runs_ours(schedule, pp=ranks.world_size, num_microbatches=count):
-                chosen = tuple(e for e in chosen if e != "torch_ours")
-            found = ranks.run(
-                overhead_ranks.run_task,
-                schedule=schedule,
-                num_microbatches=count,
-                engines=chosen,
-                emulation=Emulation(share, share, share, elements),
-                warmups=WARMUPS,
-                repetitions=repetitions,
-            )
-            cells += [
-                _cell(schedule, count, engine, [rank[engine] for rank in found], forward_ms)
-                for engine in chosen
-            ]
-    return cells
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One schedule and number of microbatches; F in ms per rank and microbatch."""
+
+    schedule: str
+    num_microbatches: int
+    ranks: int
+    forward_ms: float
+    repetitions: int
+
+    @property
+    def stages(self) -> float:
+        """Of a rank, that a microbatch crosses."""
+        found = find_schedule(self.schedule)
+        shape = found.resolve(
+            pp=self.ranks, num_microbatches=self.num_microbatches, stages_per_rank=None, group=None
+        )
+        return found.place(shape).stages_per_microbatch
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What a rank is asked for."""
+        share = self.forward_ms / 1e3 / self.stages
+        return {
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "emulation": Emulation(share, share, share, ELEMENTS),
+            "warmups": WARMUPS,
+            "repetitions": self.repetitions,
+        }
 
 
-def measure_steady(
-    ranks: Ranks,
-    *,
-    schedules: Sequence[str],
-    microbatches: Sequence[int],
-    repetitions: int,
-    forward_ms: float,
-    elements: int = 2**18,
-    realtime: bool = False,
-    clip: str = "",
-) -> list[Cell]:
-    """Periods of our runtime, steps behind each other."""
-    if not all(ranks.run(overhead_ranks.prepare, realtime=realtime)):
-        raise PermissionError("--realtime: this user may not set SCHED_FIFO. Leave it out.")
-    cells = []
-    for schedule in schedules:
-        for count in microbatches:
-            shape = find_schedule(schedule).resolve(
-                pp=ranks.world_size, num_microbatches=count, stages_per_rank=None, group=None
-            )
-            share = forward_ms / 1e3 / find_schedule(schedule).place(shape).stages_per_microbatch
-            found = ranks.run(
-                overhead_ranks.run_steady,
-                schedule=schedule,
-                num_microbatches=count,
-                emulation=Emulation(share, share, share, elements),
-                warmups=WARMUPS,
-                repetitions=repetitions,
-                clip=clip,
-            )
-            steps = [
-                1e3 * max(each) for each in zip(*(rank.periods for rank in found), strict=True)
-            ]
-            median = statistics.median(steps)
-            stages = find_schedule(schedule).place(shape).stages_per_microbatch
-            path, predicted = (
-                steady_period(schedule, ranks=ranks.world_size, num_microbatches=count, costs=costs)
-                for costs in (
-                    UniformCosts(forward_ms, 2 * forward_ms),
-                    _measured(found, stages),
-                )
-            )
-            ratio = median / path
-            cells.append(
-                Cell(schedule, count, "ours", median, path, ratio, 0.0, tuple(steps), predicted)
-            )
-    return cells
+def measure(ranks: Ranks, task: Task, engines: Sequence[str]) -> list[Cell]:
+    """All engines; what torch has no such schedule for, or cannot run, is left out."""
+    schedule, count = task.schedule, task.num_microbatches
+    theirs = schedule in SHARED
+    loaded = runs_ours(schedule, pp=task.ranks, num_microbatches=count)
+    chosen = [
+        e for e in engines if (e != "torch" or theirs) and (e != "torch_ours" or loaded)
+    ]  # fmt: skip
+    found = ranks.run(run_task, engines=chosen, **task.options)
+    return [_cell(task, engine, [rank[engine] for rank in found]) for engine in chosen]
 
 
-def _measured(found: Sequence[overhead_ranks.Steady], stages: float) -> UniformCosts:
-    """Milliseconds per rank and microbatch, of ``stages`` on each; means over the ranks.
-
-    All of one step before: a message takes what those have taken that a rank has waited for, and an
-    instruction besides what passes until the next one begins where nothing was waited for.
-    """
-    each = [overhead_ranks.durations(rank.marks) for rank in found]
-    link = found[0].link
-    gaps = overhead_ranks.between([rank.marks for rank in found], link)
-    more = statistics.median(gaps.rest) if gaps.rest else 0.0
-
-    def mean(kind: str) -> float:
-        took = [rank[kind] for rank in each if kind in rank]
-        return 1e3 * stages * (statistics.fmean(took) + more)
-
-    took = statistics.median(gaps.messages) - more if gaps.messages else link
-    message = 1e3 * max(0.0, took)  # On a busy machine what passes in between may be longer.
-    forward = mean("F")
-    if any("I" in took for took in each):
-        inputs, weights = mean("I"), mean("W")
-        return UniformCosts(forward, inputs + weights, inputs, p2p=message)
-    return UniformCosts(forward, mean("B"), p2p=message)
+def measure_steady(ranks: Ranks, task: Task, clip: Literal["", "waits", "early"]) -> list[Cell]:
+    """The period of our runtime; clipping only where there is no flush."""
+    schedule, count = task.schedule, task.num_microbatches
+    clip = "" if find_schedule(schedule).synchronous else clip
+    found = ranks.run(run_steady, clip=clip, **task.options)
+    steps = [1e3 * max(each) for each in zip(*(rank.periods for rank in found), strict=True)]
+    median = statistics.median(steps)
+    uniform = UniformCosts(task.forward_ms, 2 * task.forward_ms)
+    path, predicted = (
+        steady_period(schedule, ranks=task.ranks, num_microbatches=count, costs=costs)
+        for costs in (uniform, measured_costs(found, task.stages))
+    )
+    ratio = median / path
+    return [Cell(schedule, count, "ours", median, path, ratio, 0.0, tuple(steps), predicted)]
 
 
-def _cell(
-    schedule: str,
-    num_microbatches: int,
-    engine: str,
-    spans: Sequence[overhead_ranks.Spans],
-    forward_ms: float,
-) -> Cell:
+def _cell(task: Task, engine: str, spans: Sequence[Spans]) -> Cell:
     """Brings one engine's ranks together."""
-    steps = [1e3 * max(taken) for taken in zip(*(span.step_s for span in spans), strict=True)]
+    steps = tuple(1e3 * took for took in spans[0].step_s)
     path = critical_path(
-        schedule,
-        ranks=len(spans),
-        num_microbatches=num_microbatches,
-        forward=forward_ms,
+        task.schedule,
+        ranks=task.ranks,
+        num_microbatches=task.num_microbatches,
+        forward=task.forward_ms,
         order=spans[0].order,
     )
-    nominal = 3 * forward_ms * num_microbatches / 1e3
-    busy = max((statistics.median(span.busy_s) / nominal - 1 for span in spans), key=abs)
+    nominal = 3 * task.forward_ms * task.num_microbatches / 1e3
+    busy = furthest(statistics.median(span.busy_s) / nominal - 1 for span in spans)
     median = statistics.median(steps)
-    return Cell(schedule, num_microbatches, engine, median, path, median / path, busy, tuple(steps))
+    return Cell(
+        task.schedule, task.num_microbatches, engine, median, path, median / path, busy, steps
+    )
 
 
 def table(cells: Sequence[Cell], num_microbatches: int) -> str:
-    """Markdown: a row per schedule; ratio, and the median step in ms."""
+    """A row per schedule; ratio, and the median step in ms."""
     mine = [cell for cell in cells if cell.num_microbatches == num_microbatches]
     engines = [name for name in ENGINES if any(cell.engine == name for cell in mine)]
-    lines = [
-        f"| m = {num_microbatches} | {' | '.join(engines)} |",
-        "|---" * (len(engines) + 1) + "|",
-    ]
+    shown = Table(f"m = {num_microbatches}", *engines)
     for schedule in dict.fromkeys(cell.schedule for cell in mine):
         row = {cell.engine: cell for cell in mine if cell.schedule == schedule}
-        texts = [_text(row[name]) if name in row else "-" for name in engines]
-        lines.append(f"| {schedule} | {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+        shown.add(schedule, *(_text(row[name]) if name in row else "-" for name in engines))
+    return f"{shown}\n"
 
 
 def _text(cell: Cell) -> str:
@@ -231,20 +169,6 @@ def _text(cell: Cell) -> str:
         return text
     off = cell.step_ms / cell.predicted_ms - 1
     return f"{text}; with what its parts take {cell.predicted_ms:.0f} ms predicted ({off:+.1%})"
-
-
-def machine() -> str:
-    """This machine, and what runs on it."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    load = os.getloadavg()[0]
-    return (
-        f"{os.cpu_count()} x {model}, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, load {load:.1f} at start"
-    )
 
 
 def _chosen(arguments: argparse.Namespace) -> list[str]:
@@ -264,52 +188,38 @@ def _chosen(arguments: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    arguments = _parser().parse_args()
-    schedules = _chosen(arguments)
-    about = machine()
-    ranks = Ranks(arguments.ranks)
+    given = _parser().parse_args()
+    schedules = _chosen(given)
+    about, words = machine(), command("pipeline_overhead")
+    cells: list[Cell] = []
     try:
-        if arguments.steady:
-            cells = measure_steady(
-                ranks,
-                schedules=schedules,
-                microbatches=arguments.microbatches,
-                repetitions=arguments.repetitions,
-                forward_ms=arguments.forward_ms,
-                realtime=arguments.realtime,
-                clip=arguments.clip,
-            )
-        else:
-            cells = measure(
-                ranks,
-                schedules=schedules,
-                microbatches=arguments.microbatches,
-                engines=arguments.engines,
-                repetitions=arguments.repetitions,
-                forward_ms=arguments.forward_ms,
-                realtime=arguments.realtime,
-            )
-    except (PlanError, PermissionError) as error:
+        with rank_pool(given.ranks, realtime=given.realtime) as ranks:
+            for schedule in schedules:
+                for count in given.microbatches:
+                    task = Task(schedule, count, given.ranks, given.forward_ms, given.repetitions)
+                    cells += (
+                        measure_steady(ranks, task, given.clip)
+                        if given.steady
+                        else measure(ranks, task, given.engines)
+                    )
+    except PlanError as error:
         sys.exit(f"pipeline_overhead: {error}")
-    finally:
-        ranks.close()
-    command = " ".join(["python -m benchmarks.pipeline_overhead", *sys.argv[1:]])
-    out = [table(cells, count) for count in arguments.microbatches]
     used = dict.fromkeys(cell.engine for cell in cells)
-    busy = {e: max((cell.busy for cell in cells if cell.engine == e), key=abs) for e in used}
+    busy = {e: furthest(cell.busy for cell in cells if cell.engine == e) for e in used}
     deviations = ", ".join(f"{engine} {value:+.1%}" for engine, value in busy.items())
-    what = "Period over the simulated one" if arguments.steady else "Step over own critical path"
+    what = "Period over the simulated one" if given.steady else "Step over own critical path"
+    out = [table(cells, count) for count in given.microbatches]
     out.append(
-        f"{what} (median of {arguments.repetitions} steps after {WARMUPS}); "
-        f"p={arguments.ranks}, F=I=W={arguments.forward_ms:g} ms, 1 MB "
+        f"{what} (median of {given.repetitions} steps after {WARMUPS}); "
+        f"p={given.ranks}, F=I=W={given.forward_ms:g} ms, 1 MB "
         "(ours in shared memory, all others by gloo).\n"
         f"Emulated compute against what was asked for, on the worst rank: {deviations}.\n"
-        f"{about}\n{command}\n"
+        f"{about}\n{words}\n"
     )
     sys.stdout.write("\n".join(out))
-    if arguments.json is not None:
-        content = {"machine": about, "command": command, "cells": [asdict(c) for c in cells]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if given.json is not None:
+        content = {"machine": about, "command": words, "cells": [asdict(c) for c in cells]}
+        given.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

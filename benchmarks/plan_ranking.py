@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import yaml  # type: ignore[import-untyped]
 
+from benchmarks.ranks import rank_pool
 from launcher.config import LaunchConfig, dump, from_dict
 from launcher.planning.question import question
 from launcher.planning.report import candidate_config
@@ -45,7 +46,6 @@ from strategies.plan import Options
 from strategies.planner.layout_search import search
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
-from tests.ranks.pool import Ranks
 
 RANKS = 2
 BATCH = 16
@@ -245,18 +245,16 @@ def _step(engine: Engine, optimizer: Any, batch: dict[str, torch.Tensor], step: 
 
 def measure(configs: Sequence[LaunchConfig], steps: int, rounds: int) -> list[Row]:
     """Predicts and runs all layouts."""
-    ranks = Ranks(RANKS)
     periods: list[list[float]] = [[] for _ in configs]
     peaks: list[dict[int, int]] = [{} for _ in configs]
-    for _ in range(rounds):
-        for number, config in enumerate(configs):
+    with rank_pool(RANKS) as ranks:
+        for number, config in list(enumerate(configs)) * rounds:
             answers = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
             found = [answer for answer in answers if answer is not None]
             times = [[b - a for a, b in pairwise(ends)] for ends, _ in found]
             periods[number].append(max(statistics.median(each) for each in times))
             share = len(found) // config.pp
             peaks[number] = {r: found[r * share][1] for r in range(config.pp)}
-    ranks.close()
     rows = []
     for number, config in enumerate(configs):
         run = resolve(config)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from benchmarks import overhead_ranks
-from benchmarks.overhead_emulation import TOKENS, Emulation
-from benchmarks.overhead_ours import SleepingModel
+from benchmarks.emulation import TOKENS, Emulation, sleeping_model
+from benchmarks.engine import in_turns, ready
+from benchmarks.ranks import busy_link, rank_pool
+from benchmarks.runtime import Ours
 from strategies.compiler import compile_plan
 from strategies.costs.profile_file import Link
 from strategies.costs.table import CostTable
@@ -24,10 +25,7 @@ from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.plan import Options, Plan, Recompute
-from strategies.runtime.engine.rank_engine import Engine
-from strategies.runtime.messages.mesh import Coordinates
 from strategies.simulator.engine import simulate
-from tests.ranks.pool import Ranks
 
 FORWARD_S = 16e-3  # of one sequence on one rank; B is twice as long
 ELEMENTS = 2**18
@@ -87,43 +85,41 @@ def measure(
     *, steps: int, quick: bool, num_ranks: int
 ) -> Iterator[tuple[str, float, float, float, float]]:
     """(name, predicted, measured step time, predicted, measured compute) of all cases."""
-    ranks = Ranks(num_ranks)
-    ranks.run(overhead_ranks.prepare, realtime=False)
-    link = ranks.run(overhead_ranks.busy_link)[0]
-    known: dict[float, dict[Kind, float]] = {}
-    for schedule, recompute, count, size in cases(quick=quick):
-        each = FORWARD_S * size / stages_per_microbatch(schedule, num_ranks)
-        emulation = Emulation(each, each, each, ELEMENTS)
-        if each not in known:
-            found = ranks.run(stage_durations, emulation=emulation, steps=steps)
-            known[each] = {kind: statistics.median(f[kind] for f in found) for kind in found[0]}
-        costs = EmulatedCosts(tuple(known[each].items()), link)
-        plan = Plan(
-            schedule,
-            pp=num_ranks,
-            num_microbatches=count,
-            buckets=0,
-            costs=costs,
-            recompute=Recompute(recompute),  # type: ignore[arg-type]
-        )
-        program = compile_plan(plan).train
-        if program.placement.weight_copies > 1:
-            plan = replace(plan, buckets=1)
+    with rank_pool(num_ranks) as ranks:
+        link = ranks.run(busy_link)[0]
+        known: dict[float, dict[Kind, float]] = {}
+        for schedule, recompute, count, size in cases(quick=quick):
+            each = FORWARD_S * size / stages_per_microbatch(schedule, num_ranks)
+            emulation = Emulation(each, each, each, ELEMENTS)
+            if each not in known:
+                found = ranks.run(stage_durations, emulation=emulation, steps=steps)
+                known[each] = {kind: statistics.median(f[kind] for f in found) for kind in found[0]}
+            costs = EmulatedCosts(tuple(known[each].items()), link)
+            plan = Plan(
+                schedule,
+                pp=num_ranks,
+                num_microbatches=count,
+                buckets=0,
+                costs=costs,
+                recompute=Recompute(recompute),  # type: ignore[arg-type]
+            )
             program = compile_plan(plan).train
-        found = ranks.run(run_steps, plan=plan, emulation=emulation, steps=steps)
-        spans = [
-            max(end for _, end in step) - min(begin for begin, _ in step)
-            for step in zip(*(steps for steps, _ in found), strict=True)
-        ]
-        timeline = simulate(program, costs)
-        yield (
-            f"{schedule}, {recompute}, {count} x {size}",
-            timeline.makespan,
-            statistics.median(spans),
-            sum(map(timeline.busy, range(num_ranks))),
-            sum(busy for _, busy in found),
-        )
-    ranks.close()
+            if program.placement.weight_copies > 1:
+                plan = replace(plan, buckets=1)
+                program = compile_plan(plan).train
+            found = ranks.run(run_steps, plan=plan, emulation=emulation, steps=steps)
+            spans = [
+                max(end for _, end in step) - min(begin for begin, _ in step)
+                for step in zip(*(steps for steps, _ in found), strict=True)
+            ]
+            timeline = simulate(program, costs)
+            yield (
+                f"{schedule}, {recompute}, {count} x {size}",
+                timeline.makespan,
+                statistics.median(spans),
+                sum(map(timeline.busy, range(num_ranks))),
+                sum(busy for _, busy in found),
+            )
 
 
 def stages_per_microbatch(schedule: str, num_ranks: int) -> float:
@@ -146,22 +142,22 @@ def stage_durations(*, emulation: Emulation, steps: int) -> dict[Kind, float]:
             split_backward=split,
             recompute=Recompute(recompute),  # type: ignore[arg-type]
         )
-        engine = _engine(plan, emulation, Coordinates(1, 1, 0, 0))
-        batch = torch.zeros(plan.num_microbatches, TOKENS)
+        ours = _ours(plan, emulation)
+        ours.setup()
         for step in range(_WARM_UPS + steps):
             begun = time.perf_counter()
-            _pass(engine, batch, step)
+            ours.step()
             took = time.perf_counter() - begun
             if step >= _WARM_UPS:
-                busy = engine.recorder.spans(engine.recorder.kept[-1]).busy
-                durations.setdefault(Kind.STEP, []).append(took - busy)
-        for record in list(engine.recorder.kept)[_WARM_UPS:]:
-            start, end = engine.recorder.seconds(record)
+                durations.setdefault(Kind.STEP, []).append(took - ours.busy_s(1))
+        recorder = ours.rank_engine.recorder
+        for record in list(recorder.kept)[_WARM_UPS:]:
+            start, end = recorder.seconds(record)
             for item, begun, ended in zip(record.program.ranks[0], start, end, strict=True):
                 # A checkpointed forward keeps no graph; F is that of the split plan.
                 if item.stage == 1 and not (item.kind is Kind.F and not split):
                     durations.setdefault(item.kind, []).append(ended - begun)
-        engine.close()
+        ours.close()
     return {kind: statistics.median(taken) for kind, taken in durations.items()}
 
 
@@ -169,36 +165,25 @@ def run_steps(
     *, plan: Plan, emulation: Emulation, steps: int
 ) -> tuple[list[tuple[float, float]], float]:
     """(begin and end of each step on this rank, its compute); all ranks begin together."""
-    engine = _engine(plan, emulation, Coordinates(dist.get_world_size(), 1, dist.get_rank(), 0))
-    batch = torch.zeros(plan.num_microbatches, TOKENS)
-    spans = []
-    for step in range(_WARM_UPS + steps):
+    ours = _ours(plan, emulation)
+
+    def once(_: str) -> tuple[float, float]:
         dist.barrier()
         begun = time.perf_counter()
-        _pass(engine, batch, step)
-        spans.append((begun, time.perf_counter()))
-    dist.barrier()
-    records = list(engine.recorder.kept)[_WARM_UPS:]
-    busy = statistics.median(engine.recorder.spans(record).busy for record in records)
-    engine.close()
-    return spans[_WARM_UPS:], busy
+        ours.step()
+        return begun, time.perf_counter()
+
+    with ready(ours):
+        spans = in_turns({"": ours}, once, warmups=_WARM_UPS, repetitions=steps)[""]
+        busy = ours.busy_s(steps)
+    return spans, busy
 
 
-def _engine(plan: Plan, emulation: Emulation, coordinates: Coordinates) -> Engine:
-    placement = compile_plan(plan).train.placement
-    engine = Engine(
-        model=SleepingModel(placement.num_stages, emulation),
-        plan=plan,
+def _ours(plan: Plan, emulation: Emulation) -> Ours:
+    stages = compile_plan(plan).train.placement.num_stages
+    return Ours(
+        sleeping_model(stages, emulation),
+        plan,
+        torch.zeros(plan.num_microbatches, TOKENS),
         options=Options(backend="shared", check_batches=False, on_nan="ignore"),
-        coordinates=coordinates,
-        device=torch.device("cpu"),
     )
-    engine.build_gradients()
-    return engine
-
-
-def _pass(engine: Engine, batch: torch.Tensor, step: int) -> None:
-    engine.train_pass(batch, batch_idx=0, step=step, accumulation=1, update=True)
-    engine.restore_gradients()
-    engine.flush()
-    engine.stepped()

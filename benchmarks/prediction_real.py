@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import rank_pool
 from launcher.config import LaunchConfig, dump, from_dict
 from launcher.config.pipeline import CostsConfig, RecomputeConfig, ScheduleConfig
 from launcher.config.workload import DataConfig, ModelConfig, OptimizerConfig
@@ -33,7 +34,6 @@ from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.recorder import gather_timeline
 from strategies.simulator.engine import simulate
-from tests.ranks.pool import Ranks
 
 RANKS = 2
 SIZES = (1, 4)  # that are measured; what lies between them is interpolated
@@ -72,8 +72,7 @@ def measure(
     """
     all_cases = list(cases(quick=quick))
     seen: list[list[_Result]] = [[] for _ in all_cases]
-    ranks = Ranks(RANKS)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, rank_pool(RANKS) as ranks:
         for number in range(1, rounds + 1):
             profile = Path(folder) / f"profile{number}.json"
             command = profile_command(profile, shape, iterations)
@@ -87,7 +86,6 @@ def measure(
                 found = ranks.run(run_steps, config=json.dumps(dump(config)), steps=steps)
                 results.append(_result(config, found))
             sys.stderr.write(f"round {number} of {rounds} is done\n")
-    ranks.close()
     for (schedule, recompute, count, size), results in zip(all_cases, seen, strict=True):
         last = results[-1]
         figures = zip(*(result.seconds for result in results), strict=True)

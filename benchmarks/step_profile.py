@@ -30,11 +30,11 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from benchmarks.overhead_emulation import Emulation
-from benchmarks.overhead_engine import Task
-from benchmarks.overhead_ours import Ours
+from benchmarks.emulation import Emulation, Task
+from benchmarks.engine import ready, steady
+from benchmarks.ranks import rank_pool
+from benchmarks.runtime import SleepingOurs
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.ranks.pool import Ranks
 from tests.ranks.training import Learner, Sentences, small_shape
 
 _WARMUPS = 5
@@ -60,7 +60,7 @@ _PARTS = (
     ("autograd", ("torch/autograd", "run_backward")),
     ("optimizer", ("torch/optim",)),
     ("Lightning's loop", ("lightning/", "lightning_utilities")),
-    ("the model itself", ("overhead_emulation", "torch/nn", "launcher/", "torch/_tensor",
+    ("the model itself", ("benchmarks/emulation", "torch/nn", "launcher/", "torch/_tensor",
                           "torch/functional", "tests/")),
 )  # fmt: skip
 _REST = "Python and torch besides"
@@ -134,19 +134,12 @@ class _Phases:
 
 def profile_emulated(*, schedule: str, num_microbatches: int, steps: int) -> Found:
     """The engine alone, on stages that take no time."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
     emulation = Emulation(0.0, 0.0, 0.0, 2**10)
-    ours = Ours(Task(schedule, ranks, num_microbatches, rank, emulation), watch_nan=True)
+    ours = SleepingOurs(Task(schedule, num_microbatches, emulation), watch_nan=True)
     phases = _Phases(steps)
-    dist.barrier()
-    for step in range(phases.total):
-        phases.before(step)
-        ours.step()
-    phases.before(phases.total)
-    found = phases.found(len(ours.last_record().program.ranks[rank]))
-    dist.barrier()
-    ours.close()
-    return found
+    with ready(ours):
+        steady(ours, warmups=_WARMUPS, steps=3 * steps, after=lambda step: phases.before(step + 1))
+        return phases.found(len(ours.last_record.program.ranks[dist.get_rank()]))
 
 
 class _Profiled(pl.Callback):
@@ -313,11 +306,10 @@ def main() -> None:
     parser.add_argument("--flame", type=Path)
     given = parser.parse_args()
     run: Callable[..., Found] = profile_real if given.real else profile_emulated
-    ranks = Ranks(given.ranks)
-    found: list[Found] = ranks.run(
-        run, schedule=given.schedule, num_microbatches=given.microbatches, steps=given.steps
-    )
-    ranks.close()
+    with rank_pool(given.ranks) as ranks:
+        found: list[Found] = ranks.run(
+            run, schedule=given.schedule, num_microbatches=given.microbatches, steps=given.steps
+        )
     middle = found[given.ranks // 2]
     kind = "the built-in model" if given.real else "stages that take no time"
     write = sys.stdout.write
@@ -337,7 +329,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ranks find what they run by its module's name, which is not __main__ there.
-    import benchmarks.step_profile as by_its_name
-
-    by_its_name.main()
+    main()

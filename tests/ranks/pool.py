@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -85,7 +86,7 @@ class Ranks:
         """What the ranks return, and what they raise with its time, by rank."""
         self.wake()
         # By value: to pass a tensor on by its descriptor takes a listener, and a folder for it.
-        command = pickle.dumps(("run", function.__module__, function.__qualname__, arguments))
+        command = pickle.dumps(("run", _module(function), function.__qualname__, arguments))
         for end in self._ends.values():
             end.send_bytes(command)
         until = time.monotonic() + deadline_s
@@ -148,6 +149,12 @@ class Ranks:
             process.wait()
         for end in self._ends.values():
             end.close()
+
+
+def _module(function: Callable[..., Any]) -> str:
+    """Where ranks find it: a command's own functions are in ``__main__`` only here."""
+    spec = sys.modules[function.__module__].__spec__
+    return function.__module__ if spec is None else spec.name
 
 
 def _error(answer: bytes, rank: int) -> BaseException:
