@@ -2,7 +2,7 @@
 
     sudo python -m benchmarks.exchange_on_links [--steps 5] [--rate-mbit 120]
 
-Four hosts are network namespaces (``fold_on_links_hosts``), two stages by two replicas that share
+Four hosts are network namespaces (``link_hosts``), two stages by two replicas that share
 experts (ep=2). Compute sleeps, rows of tokens are there and cross the links. The rate is given, and
 rows are as large as makes all exchanges take ``--share`` of the compute where nothing hides them,
 as it is measured first.
@@ -16,28 +16,22 @@ it was measured.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
-import os
-import signal
 import statistics
 import sys
-import tempfile
 import time
-import traceback
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed import pipelining
 
-from benchmarks.fold_on_links_hosts import address, hosts
+from benchmarks.engine import Engine, in_turns, ready, timed
+from benchmarks.link_hosts import hosts, run_on
+from benchmarks.runtime import Ours
+from benchmarks.table import Table
+from benchmarks.torch_pipelining import TorchPipeline
 from strategies.compiler import compile_plan
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import UniformCosts
@@ -45,14 +39,11 @@ from strategies.ir.program import Program
 from strategies.models.expert_parallel import ExpertRanks
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
-from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.simulator.engine import simulate
 
 PP, EP, LAYERS, TOKENS, WIDTH = 2, 2, 4, 8, 16
 FORWARD_S = 0.2  # a stage's forward, half of it experts'; a backward takes twice that
-_PORT = 29_611
-_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -133,57 +124,43 @@ class Model(nn.Module):
         return loss
 
 
-class Ours:
+def _ours(task: Task, rank: int, *, ep: int, pairs: bool) -> Ours:
     """A whole step without an optimizer."""
-
-    def __init__(self, task: Task, rank: int, *, ep: int, pairs: bool) -> None:
-        where = Coordinates.of(rank, pp=PP, dp=EP, ep=ep)
-        self._engine = Engine(
-            model=UnitModel(Model(task.row_elements)),
-            plan=Plan("eager_1f1b", pp=PP, num_microbatches=task.microbatches, pairs=pairs),
-            options=Options(dp=EP, ep=ep, backend="gloo", on_nan="ignore", check_batches=False),
-            coordinates=where,
-            device=torch.device("cpu"),
-        )
-        self._engine.build_gradients()
-        self._batch = torch.ones(task.microbatches, TOKENS, WIDTH)
-        self._steps = 0
-
-    def step(self) -> None:
-        engine = self._engine
-        engine.train_pass(self._batch, batch_idx=0, step=self._steps, accumulation=1, update=True)
-        engine.restore_gradients()
-        engine.flush()
-        engine.stepped()
-        self._steps += 1
+    return Ours(
+        UnitModel(Model(task.row_elements)),
+        Plan("eager_1f1b", pp=PP, num_microbatches=task.microbatches, pairs=pairs),
+        torch.ones(task.microbatches, TOKENS, WIDTH),
+        options=Options(dp=EP, ep=ep, backend="gloo", on_nan="ignore", check_batches=False),
+        where=Coordinates.of(rank, pp=PP, dp=EP, ep=ep),
+    )
 
 
-class Theirs:
+def _torch(task: Task, rank: int) -> TorchPipeline:
     """torch.distributed.pipelining's 1F1B over the same layers, which exchange in turn."""
+    where = Coordinates.of(rank, pp=PP, dp=EP, ep=EP)
+    pipelines = [dist.new_group(list(where.pipeline(d))) for d in range(EP)]
+    block, half = _block(rank), LAYERS // PP
+    layers = list(Model(task.row_elements).layers)[where.pp_rank * half :][:half]
+    for layer in layers:
+        assert isinstance(layer, Layer)
+        layer.exchange = ExpertRanks(block)
+        layer.scale = nn.Parameter(layer.scale.detach()[:1].clone())
+    batch = torch.ones(task.microbatches * TOKENS, WIDTH, requires_grad=True)
+    return TorchPipeline(
+        "1f1b",
+        {where.pp_rank: nn.Sequential(*layers)},
+        num_stages=PP,
+        num_microbatches=task.microbatches,
+        batch=batch,
+        target=batch,
+        loss=lambda output, _: output.mean(),
+        group=pipelines[where.dp_rank],
+    )
 
-    def __init__(self, task: Task, rank: int) -> None:
-        where = Coordinates.of(rank, pp=PP, dp=EP, ep=EP)
-        pipelines = [dist.new_group(list(where.pipeline(d))) for d in range(EP)]
-        blocks = [dist.new_group([p * EP, p * EP + 1]) for p in range(PP)]
-        half = LAYERS // PP
-        layers = list(Model(task.row_elements).layers)[where.pp_rank * half :][:half]
-        for layer in layers:
-            assert isinstance(layer, Layer)
-            layer.exchange = ExpertRanks(blocks[where.pp_rank])
-            layer.scale = nn.Parameter(layer.scale.detach()[:1].clone())
-        stage = pipelining.PipelineStage(
-            nn.Sequential(*layers), where.pp_rank, PP, torch.device("cpu"),
-            group=pipelines[where.dp_rank],
-        )  # fmt: skip
-        self._first, self._last = where.pp_rank == 0, where.pp_rank == PP - 1
-        self._schedule = pipelining.Schedule1F1B(
-            stage, task.microbatches, loss_fn=lambda output, _: output.mean()
-        )
-        self._batch = torch.ones(task.microbatches * TOKENS, WIDTH, requires_grad=True)
 
-    def step(self) -> None:
-        target = self._batch if self._last else None
-        self._schedule.step(*((self._batch,) if self._first else ()), target=target)
+def _block(rank: int) -> Any:
+    """The ranks that share experts with this one."""
+    return [dist.new_group([p * EP, p * EP + 1]) for p in range(PP)][rank // EP]
 
 
 class LinkCosts:
@@ -212,7 +189,7 @@ def predicted(schedule: str, task: Task, travel_s: float, *, pairs: bool) -> flo
 
 def _calibrated(task: Task, rank: int) -> tuple[Task, float]:
     """Rows whose exchange takes what is asked, and what it takes; equal on all ranks."""
-    block = [dist.new_group([p * EP, p * EP + 1]) for p in range(PP)][rank // EP]
+    block = _block(rank)
     for _ in range(4):
         found = _travel_s(task, ExpertRanks(block), block)
         if abs(found / task.travel_s - 1.0) < 0.02:
@@ -246,64 +223,26 @@ def _travel_s(task: Task, ranks: ExpertRanks, block: Any) -> float:
     return float(slowest)
 
 
-def run_rank(rank: int, task: Task, result: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{address(0)}:{_PORT}", rank=rank, world_size=PP * EP,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    task, travel_s = _calibrated(task, rank)
-    contenders: dict[str, Ours | Theirs] = {
-        "no exchange": Ours(task, rank, ep=1, pairs=False),
-        "in turn": Ours(task, rank, ep=EP, pairs=False),
-        "under compute": Ours(task, rank, ep=EP, pairs=True),
-        "torch 1F1B, in turn": Theirs(task, rank),
+def run_rank(rank: int, *, steps: int, microbatches: int, elements: int, travel_s: float) -> Any:
+    """What an exchange takes, and of each contender the step and what is predicted; in seconds."""
+    task, travel_s = _calibrated(Task(steps, microbatches, elements, travel_s), rank)
+    engines: dict[str, Engine] = {
+        "no exchange": _ours(task, rank, ep=1, pairs=False),
+        "in turn": _ours(task, rank, ep=EP, pairs=False),
+        "under compute": _ours(task, rank, ep=EP, pairs=True),
+        "torch 1F1B, in turn": _torch(task, rank),
     }
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(task.steps + 1):
-        for name, contender in contenders.items():
-            dist.barrier()
-            started = time.perf_counter()
-            contender.step()
-            spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if number:
-                taken[name].append(float(spent))
-    if rank == 0:
-        told = {
-            "no exchange": predicted("eager_1f1b", task, 0.0, pairs=False),
-            "in turn": predicted("eager_1f1b", task, travel_s, pairs=False),
-            "under compute": predicted("eager_1f1b", task, travel_s, pairs=True),
-            "torch 1F1B, in turn": predicted("1f1b", task, travel_s, pairs=False),
-        }
-        found = {name: (statistics.median(steps), told[name]) for name, steps in taken.items()}
-        result.write_text(json.dumps({"travel_s": travel_s, "steps": found}))
-    dist.barrier()
-
-
-def _forked(rank: int, host: str, task: Task, result: Path) -> int:
-    """A process on a host, of which all has been imported; its id."""
-    process = os.fork()
-    if process:
-        return process
-    code = 1
-    try:
-        with Path("/run/netns", host).open() as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter {host}")
-        with suppress(
-            PermissionError
-        ):  # It sleeps most of the time; what else runs is not to count.
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-        run_rank(rank, task, result)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    told = {
+        "no exchange": predicted("eager_1f1b", task, 0.0, pairs=False),
+        "in turn": predicted("eager_1f1b", task, travel_s, pairs=False),
+        "under compute": predicted("eager_1f1b", task, travel_s, pairs=True),
+        "torch 1F1B, in turn": predicted("1f1b", task, travel_s, pairs=False),
+    }
+    with ready(*engines.values()):
+        taken = in_turns(
+            engines, lambda name: timed(engines[name].step)[0], warmups=1, repetitions=steps
+        )
+    return travel_s, {name: (statistics.median(taken[name]), told[name]) for name in engines}
 
 
 def main() -> None:
@@ -315,33 +254,21 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.3)
     asked = parser.parse_args()
     travels = 4 * LAYERS / PP  # in a stage's forward and backward
-    travel_s = asked.share * 3 * FORWARD_S / travels
+    wanted_s = asked.share * 3 * FORWARD_S / travels
     # Half of the rows cross the link.
-    elements = int(travel_s * asked.rate_mbit * 1e6 / 8 / 4 / (TOKENS / EP))
-    task = Task(asked.steps, asked.microbatches, elements, travel_s)
-    with (
-        tempfile.TemporaryDirectory(prefix="exchange_on_links-") as folder,
-        hosts(PP * EP, interfaces=1, rate_mbit=asked.rate_mbit) as names,
-    ):
-        result = Path(folder, "result.json")
-        ranks = [_forked(rank, name, task, result) for rank, name in enumerate(names)]
-        try:
-            while ranks:
-                ended, status = os.wait()
-                ranks.remove(ended)
-                if status:
-                    raise RuntimeError("a rank failed; see above")
-        finally:
-            for process in ranks:
-                os.kill(process, signal.SIGKILL)
-        found = json.loads(result.read_text())
-    base = found["steps"]["no exchange"][0]
-    shown = f"{found['travel_s'] * travels / (3 * FORWARD_S):.0%} of the compute"
-    print(f"exchanges: {1e3 * found['travel_s']:.2f} ms each, {shown}\n")  # noqa: T201
-    print("| | step | over no exchange | predicted | off |\n|---|---:|---:|---:|---:|")  # noqa: T201
-    for name, (step, told) in found["steps"].items():
-        cells = f"{1e3 * step:.0f} ms | {step / base:.3f} | {1e3 * told:.0f} ms"
-        print(f"| {name} | {cells} | {told / step - 1:+.1%} |")  # noqa: T201
+    elements = int(wanted_s * asked.rate_mbit * 1e6 / 8 / 4 / (TOKENS / EP))
+    with hosts(PP * EP, interfaces=1, rate_mbit=asked.rate_mbit) as names:
+        travel_s, found = run_on(
+            names, "benchmarks.exchange_on_links:run_rank", steps=asked.steps,
+            microbatches=asked.microbatches, elements=elements, travel_s=wanted_s,
+        )  # fmt: skip
+    base = found["no exchange"][0]
+    share = f"{travel_s * travels / (3 * FORWARD_S):.0%} of the compute"
+    table = Table("", "step", "over no exchange", "predicted", "off", numbers=True)
+    for name, (step, told) in found.items():
+        ratio, off = f"{step / base:.3f}", f"{told / step - 1:+.1%}"
+        table.add(name, f"{1e3 * step:.0f} ms", ratio, f"{1e3 * told:.0f} ms", off)
+    sys.stdout.write(f"exchanges: {1e3 * travel_s:.2f} ms each, {share}\n\n{table}\n")
 
 
 if __name__ == "__main__":

@@ -19,25 +19,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from benchmarks.fold_on_links_hosts import MissingRightError, address, hosts
-from benchmarks.fold_on_links_scenario import Assignment, Link, Scenario, predict, scenarios
+from benchmarks.fold_on_links_scenario import Link, Scenario, predict, scenarios
 from benchmarks.fold_on_links_table import Line, make_line, markdown
+from benchmarks.link_hosts import MissingRightError, hosts, run_on
+from benchmarks.table import Table, command, machine
 
 WARMUPS = 2
-_PORT = 29400
-_LIMIT_S = 600.0
-_TAIL = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +58,12 @@ def measure(scenario: Scenario, *, rate_mbit: float, warmups: int, repetitions: 
         RuntimeError: A rank failed.
     """
     count = scenario.pp * scenario.dp
-    with (
-        tempfile.TemporaryDirectory(prefix="fold_on_links-") as folder,
-        hosts(count, interfaces=scenario.interfaces, rate_mbit=rate_mbit) as names,
-    ):
-        task, result = Path(folder, "task.pickle"), Path(folder, "result.json")
-        task.write_bytes(pickle.dumps(Assignment(scenario, warmups, repetitions)))
-        _run_ranks(names, task, result)
-        found: dict[str, Any] = json.loads(result.read_text())
-    link = Link(**found["link"])
+    with hosts(count, interfaces=scenario.interfaces, rate_mbit=rate_mbit) as names:
+        found = run_on(
+            names, "benchmarks.fold_on_links_rank:run_rank",
+            scenario=scenario, warmups=warmups, repetitions=repetitions,
+        )  # fmt: skip
+    link = found["link"]
     lines = [
         make_line(
             scenario, contender, predict(scenario, contender, link), [r[i] for r in found["ranks"]]
@@ -83,37 +73,15 @@ def measure(scenario: Scenario, *, rate_mbit: float, warmups: int, repetitions: 
     return Outcome(scenario, link, found["reduction_s"], tuple(lines))
 
 
-def _run_ranks(names: Sequence[str], task: Path, result: Path) -> None:
-    """Starts what forks a rank per host, and waits for it; ends all if one has failed."""
-    words = [
-        *(sys.executable, "-m", "benchmarks.fold_on_links_rank"),
-        *(f"{address(0)}:{_PORT}", str(task), str(result), *names),
-    ]
-    log = task.with_name("ranks.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output)
-    try:
-        code = process.wait(_LIMIT_S)
-    finally:
-        process.kill()
-        process.wait()
-    if code:
-        raise RuntimeError(log.read_text(errors="replace")[-_TAIL:])
-
-
 def predictions(scenario: Scenario, link: Link) -> str:
-    """What the simulator says, as markdown."""
-    rows = [
-        f"| {scenario.name} | step | without reductions | exposed reduction |",
-        "|---|---:|---:|---:|",
-    ]
+    """What the simulator says."""
+    table = Table(scenario.name, "step", "without reductions", "exposed reduction", numbers=True)
     for contender in scenario.contenders:
         if contender.engine == "ours":
             told = predict(scenario, contender, link)
-            group = "" if told.group is None else f" (auto: group={told.group})"
-            cells = (f"{1e3 * v:.0f}" for v in (told.step_s, told.bare_s, told.exposed_s))
-            rows.append(f"| {contender.name}{group} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+            seconds = (told.step_s, told.bare_s, told.exposed_s)
+            table.add(contender.name + told.chosen, *(f"{1e3 * value:.0f}" for value in seconds))
+    return f"{table}\n"
 
 
 def main() -> None:
@@ -125,7 +93,7 @@ def main() -> None:
         return
     # Ended from outside, the namespaces go as they do on Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupted)
-    command = " ".join(["python -m benchmarks.fold_on_links", *sys.argv[1:]])
+    words = command("fold_on_links")
     texts, contents = [], []
     try:
         for scenario in chosen:
@@ -146,23 +114,17 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("fold_on_links: interrupted; ranks and namespaces are gone.")
-    about = f"{_machine()}\n{command}\n"
+    about = f"{machine()}\n{words}\n"
     sys.stdout.write(about)
     if arguments.markdown is not None:
         arguments.markdown.write_text("\n".join([*texts, about]))
     if arguments.json is not None:
-        content = {"command": command, "machine": _machine(), "scenarios": contents}
+        content = {"command": words, "machine": machine(), "scenarios": contents}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _machine() -> str:
-    from benchmarks.table import machine
-
-    return machine()
 
 
 def _parser() -> argparse.ArgumentParser:

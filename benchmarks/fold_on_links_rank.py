@@ -1,44 +1,27 @@
-"""What every rank does: measures the links, then runs all contenders in turn.
-
-    python -m benchmarks.fold_on_links_rank MASTER:PORT SCENARIO.pickle RESULT.json HOST...
-
-Started by ``fold_on_links``. It forks a rank per host, so that what ranks import is imported once,
-and ends them all as soon as one has failed. Rank 0 writes the result.
-"""
+"""What every rank of ``fold_on_links`` does: measures the links, then runs all in turns."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
 import os
-import pickle
-import signal
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
-from datetime import timedelta
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.fold_on_links_engines import Engine, Groups, build
-from benchmarks.fold_on_links_scenario import Assignment, Link, Scenario
-from benchmarks.ranks import prepare
+from benchmarks.engine import in_turns, ready
+from benchmarks.fold_on_links_engines import Groups, LinkEngine, build
+from benchmarks.fold_on_links_scenario import Link, Scenario
 from strategies.runtime.messages.mesh import Coordinates
 
-_DEADLINE = timedelta(seconds=120)
 _PROBES = 12
 _SMALL, _MIDDLE, _LARGE = 1024, 2**18, 2**21  # bytes
 _LEAD_S = 0.05
-_PR_SET_PDEATHSIG = 1
-_CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
@@ -119,7 +102,7 @@ def measure_reduction(scenario: Scenario, groups: Groups) -> float:
     return float(slowest)
 
 
-def run_step(engine: Engine, interfaces: int, *, reduce: bool) -> dict[str, Any]:
+def run_step(engine: LinkEngine, interfaces: int, *, reduce: bool) -> dict[str, Any]:
     """One step that all ranks begin at the same time; the machine has one clock."""
     gc.collect()
     dist.barrier()
@@ -131,138 +114,55 @@ def run_step(engine: Engine, interfaces: int, *, reduce: bool) -> dict[str, Any]
     if left > 0:
         time.sleep(left)
     engine.emulation.busy_s = 0.0
-    engine.step(reduce=reduce)
+    engine.reduces = reduce
+    engine.step()
     ended = time.perf_counter()
     # What has been handed to the interface is counted; another rank may still wait for the rest.
     dist.barrier()
     after = _sent_bytes(interfaces)
-    found: dict[str, Any] = {
+    return {
         "begun": begun,
         "ended": ended,
         "late": max(0.0, -left),
         "busy": engine.emulation.busy_s,
         "sent": [new - old for new, old in zip(after, before, strict=True)],
+        "outlasting": engine.outlasting_s() if reduce else None,
     }
-    if reduce:
-        found["outlasting"] = engine.outlasting_s()
-    return found
 
 
 def _sent_bytes(interfaces: int) -> list[int]:
     """Bytes that left by eth0, eth1, ... so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    sent = {name.strip(): int(rest.split()[8]) for name, _, rest in map(_split, lines[2:])}
+    parts = (line.partition(":") for line in lines[2:])
+    sent = {name.strip(): int(rest.split()[8]) for name, _, rest in parts}
     return [sent[f"eth{index}"] for index in range(interfaces)]
 
 
-def _split(line: str) -> tuple[str, str, str]:
-    return line.partition(":")
-
-
-def run_all(
-    assignment: Assignment, engines: list[Engine], interfaces: int
-) -> list[dict[str, list[Any]]]:
-    """Every contender's steps with and without reductions, one each in turn."""
-    steps: list[dict[str, list[Any]]] = [{"whole": [], "bare": []} for _ in engines]
-    gc.disable()
-    for repetition in range(assignment.warmups + assignment.repetitions):
-        for offset in range(len(engines)):
-            # Another one is the first of each turn, so that nobody always follows the same one.
-            place = (offset + repetition) % len(engines)
-            for reduce, kept in ((True, "whole"), (False, "bare")):
-                found = run_step(engines[place], interfaces, reduce=reduce)
-                if repetition >= assignment.warmups:
-                    steps[place][kept].append(found)
-    gc.enable()
-    return steps
-
-
-def main() -> None:
-    """A rank per host, each forked onto its own, and the first failure of any."""
-    master, task, result, *hosts = sys.argv[1:]
-    # Whatever ends the parent ends these, or namespaces would live on with them.
-    _die_with_parent()
-    gc.collect()
-    gc.freeze()  # A collection before every step would else walk all that was imported.
-    ranks: dict[int, int] = {}
-    for rank, host in enumerate(hosts):
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(rank, host, log_of(Path(task), rank), master, Path(task), Path(result))
-        ranks[pid] = rank
-    while ranks:
-        pid, status = os.wait()
-        rank = ranks.pop(pid)
-        if status:
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-            sys.exit(f"rank {rank} failed:\n{log_of(Path(task), rank).read_text(errors='replace')}")
-
-
-def log_of(task: Path, rank: int) -> Path:
-    return task.with_name(f"rank{rank}.log")
-
-
-def _be_rank(rank: int, host: str, log: Path, master: str, task: Path, result: Path) -> NoReturn:
-    code = 1
-    try:
-        _die_with_parent()
-        with log.open("wb") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        with Path("/run/netns", host).open() as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter {host}")
-        with suppress(PermissionError):  # Before other programs, where that is allowed.
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-        run_rank(rank, master, task, result)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def run_rank(rank: int, master: str, task: Path, result: Path) -> None:
-    """One rank, from its start to its end."""
-    assignment: Assignment = pickle.loads(task.read_bytes())
-    scenario = assignment.scenario
-    torch.set_num_threads(1)
-    prepare(realtime=False)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+def run_rank(rank: int, *, scenario: Scenario, warmups: int, repetitions: int) -> dict[str, Any]:
+    """One rank, from its start to its end; rank 0 returns what all have found."""
     where = Coordinates.of(rank, pp=scenario.pp, dp=scenario.dp)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{master}",
-        rank=rank,
-        world_size=where.world_size,
-        timeout=_DEADLINE,
-    )
-    with reductions_on(f"eth{scenario.interfaces - 1}", where):
+    interfaces = scenario.interfaces
+
+    def once(name: str) -> dict[str, dict[str, Any]]:
+        return {
+            kind: run_step(engines[name], interfaces, reduce=kind == "whole")
+            for kind in ("whole", "bare")
+        }
+
+    with reductions_on(f"eth{interfaces - 1}", where):
         groups = Groups(where)
         link = measure_link(where, groups)
         dist.barrier()
         reduction_s = measure_reduction(scenario, groups)
-        engines = [
-            build(contender, scenario, link, where, groups) for contender in scenario.contenders
-        ]
-    steps = run_all(assignment, engines, scenario.interfaces)
-    everybody: list[Any] = [None] * where.world_size if rank == 0 else []
-    dist.gather_object(steps, everybody if rank == 0 else None)
-    if rank == 0:
-        content = {"link": asdict(link), "reduction_s": reduction_s, "ranks": everybody}
-        result.write_text(json.dumps(content))
-    dist.barrier()
-    for engine in engines:
-        engine.close()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        engines = {c.name: build(c, scenario, link, where, groups) for c in scenario.contenders}
+        with ready(*engines.values()):
+            gc.disable()
+            found = in_turns(engines, once, warmups=warmups, repetitions=repetitions)
+            gc.enable()
+            steps = [
+                {kind: [pair[kind] for pair in pairs] for kind in ("whole", "bare")}
+                for pairs in found.values()
+            ]
+            everybody: list[Any] = [None] * where.world_size
+            dist.all_gather_object(everybody, steps)
+    return {"link": link, "reduction_s": reduction_s, "ranks": everybody}

@@ -107,21 +107,6 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """What the ranks are asked to do.
-
-    Attributes:
-        scenario: What is run.
-        warmups: Steps of each contender, with and without reductions, before the first that counts.
-        repetitions: Steps that count.
-    """
-
-    scenario: Scenario
-    warmups: int
-    repetitions: int
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
     """What one interface was measured to carry, per direction, with nothing else on it.
 
@@ -208,6 +193,11 @@ class Prediction:
     def exposed_s(self) -> float:
         """What reductions add to the step."""
         return self.step_s - self.bare_s
+
+    @property
+    def chosen(self) -> str:
+        """The group in the words of a table."""
+        return "" if self.group is None else f" (auto: group={self.group})"
 
 
 def predict(scenario: Scenario, contender: Contender, link: Link) -> Prediction:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fold_on_links_scenario import FOLD, Contender, Link, Prediction, Scenario
+from benchmarks.table import Table, furthest
 
 # Predictions that are closer than this are equal: links and sleeps are not exact to it.
 _SAME = 0.005
@@ -86,16 +87,15 @@ def make_line(
     ]
     nominal = 3 * scenario.forward_s * scenario.num_microbatches
     busy = [statistics.median(step["busy"] for step in rank["whole"]) for rank in ranks]
-    group = "" if prediction.group is None else f" (auto: group={prediction.group})"
     return Line(
-        contender=contender.name + group,
+        contender=contender.name + prediction.chosen,
         engine=contender.engine,
         schedule=contender.schedule,
         step_s=statistics.median(whole),
         bare_s=statistics.median(bare),
         outlasting_s=statistics.median(stamped) if stamped else None,
         sent_mb=tuple(max(values) / 1e6 for values in zip(*sent, strict=True)),
-        busy=max((value / nominal - 1 for value in busy), key=abs),
+        busy=furthest(value / nominal - 1 for value in busy),
         predicted=prediction,
         steps_s=tuple(whole),
         bare_steps_s=tuple(bare),
@@ -120,28 +120,19 @@ def markdown(scenario: Scenario, link: Link, lines: Sequence[Line], *, condition
         conditions: Repetitions and the like, a sentence.
     """
     sent = ["sent, MB"] if scenario.interfaces == 1 else ["messages, MB", "reductions, MB"]
-    heads = [
-        scenario.name,
-        "step",
-        "simulator",
-        "ratio",
-        "without reductions",
-        "simulator",
-        "exposed reduction",
-        "simulator",
-        *sent,
-    ]
-    rows = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    table = Table(
+        scenario.name, "step", "simulator", "ratio", "without reductions", "simulator",
+        "exposed reduction", "simulator", *sent, numbers=True,
+    )  # fmt: skip
     for line in lines:
         predicted = line.predicted
-        cells = [
+        table.add(
             line.contender,
             *_ms(line.step_s, predicted.step_s),
             f"{line.ratio:.3f}",
             *_ms(line.bare_s, predicted.bare_s, line.exposed_s, predicted.exposed_s),
             *(f"{value:.1f}" for value in line.sent_mb),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
+        )
     notes = (
         f"{scenario.title}; M={scenario.num_microbatches}, F {1e3 * scenario.forward_s:g} ms and B "
         f"{2e3 * scenario.forward_s:g} ms per rank and microbatch, messages of "
@@ -150,15 +141,15 @@ def markdown(scenario: Scenario, link: Link, lines: Sequence[Line], *, condition
         f"{scenario.bucket_mb:g} MiB. Link as measured: {link.bandwidth / 1e6:.1f} MB/s per "
         f"direction, {1e6 * link.latency_s:.0f} us. Times in ms; {conditions} {_busy(lines)}"
     )
-    return "\n".join([*rows, "", notes, "", verdict(lines)]) + "\n"
+    return f"{table}\n\n{notes}\n\n{verdict(lines)}\n"
 
 
 def _busy(lines: Sequence[Line]) -> str:
-    furthest = {
-        engine: max((line.busy for line in lines if line.engine == engine), key=abs)
+    busy = {
+        engine: furthest(line.busy for line in lines if line.engine == engine)
         for engine in dict.fromkeys(line.engine for line in lines)
     }
-    told = ", ".join(f"{engine} {value:+.1%}" for engine, value in furthest.items())
+    told = ", ".join(f"{engine} {value:+.1%}" for engine, value in busy.items())
     return f"Emulated compute against what was asked for, on the worst rank: {told}."
 
 
@@ -169,10 +160,8 @@ def _ms(*seconds: float) -> list[str]:
 def verdict(lines: Sequence[Line]) -> str:
     """The targets in words: distance from the simulator, and which Fold schedule is the fastest."""
     ours = [line for line in lines if line.engine == "ours"]
-    furthest = max(ours, key=lambda line: abs(line.ratio - 1))
-    text = (
-        f"Furthest from the simulator: {furthest.contender}, {100 * (furthest.ratio - 1):+.1f} %."
-    )
+    off = max(ours, key=lambda line: abs(line.ratio - 1))
+    text = f"Furthest from the simulator: {off.contender}, {100 * (off.ratio - 1):+.1f} %."
     fold = [line for line in ours if line.schedule in FOLD]
     if not fold:
         return text

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fold_on_links
-from benchmarks.fold_on_links_hosts import MissingRightError, check_rights
 from benchmarks.fold_on_links_scenario import (
     FOLD,
     Contender,
@@ -25,6 +24,7 @@ from benchmarks.fold_on_links_scenario import (
     scenarios,
 )
 from benchmarks.fold_on_links_table import make_line, markdown, verdict
+from benchmarks.link_hosts import MissingRightError, check_rights
 
 LINK = Link(25e6, 1e-4)
 

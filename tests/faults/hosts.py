@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fold_on_links_hosts import (
+from benchmarks.link_hosts import (
     MissingRightError,
     address,
     check_rights,

@@ -1,20 +1,32 @@
-"""Hosts on one machine: network namespaces whose interfaces carry only so much.
+"""Hosts on one machine: network namespaces whose interfaces carry only so much, and their ranks.
 
 A host is a namespace with one or two interfaces; every interface is a veth pair to a bridge in one
 more namespace, the switch. Both ends of a pair are shaped by a token bucket (``tc`` tbf), so what a
 host sends and what it receives are limited alike. Nothing is made outside these namespaces: to
 delete them leaves nothing behind.
+
+    python -m benchmarks.link_hosts FOLDER        (what ``run_on`` starts)
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import importlib
 import os
+import pickle
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 _PREFIX = "foldlinks"
 # A token bucket of this size is what an idle link may send at once, beyond its rate.
@@ -28,6 +40,12 @@ _SETTINGS = (
     "net.ipv4.tcp_wmem=4096 65536 1048576",
 )
 _MTU = "9000"
+_PORT = 29400
+_DEADLINE = timedelta(seconds=120)  # of what ranks wait for each other
+_LIMIT_S = 600.0
+_TAIL = 2000
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 
 class MissingRightError(Exception):
@@ -157,3 +175,100 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
+
+
+# --------------------------------------------------------------------------------------- the ranks
+
+
+def run_on(names: Sequence[str], function: str, **arguments: Any) -> Any:
+    """Runs ``module:function(rank, **arguments)`` on every host; returns what the first one does.
+
+    The ranks have a default group of gloo on ``eth0``. A process of its own imports the module once
+    and forks them, and ends them all as soon as one has failed.
+
+    Raises:
+        RuntimeError: A rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}-") as folder:
+        Path(folder, "job.pickle").write_bytes(pickle.dumps((function, tuple(names), arguments)))
+        log = Path(folder, "ranks.log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.link_hosts", folder],
+                stdout=output,
+                stderr=output,
+            )
+        try:
+            code = process.wait(_LIMIT_S)
+        finally:
+            process.kill()
+            process.wait()
+        if code:
+            raise RuntimeError(log.read_text(errors="replace")[-_TAIL:])
+        return pickle.loads(Path(folder, "result.pickle").read_bytes())
+
+
+def main() -> None:
+    """A rank per host, each forked onto its own, and the first failure of any."""
+    folder = Path(sys.argv[1])
+    # Whatever ends the parent ends these, or namespaces would live on with them.
+    _die_with_parent()
+    function, names, arguments = pickle.loads((folder / "job.pickle").read_bytes())
+    module, _, name = function.partition(":")
+    called = getattr(importlib.import_module(module), name)
+    importlib.import_module("benchmarks.ranks")
+    gc.collect()
+    gc.freeze()  # A collection before every step would else walk all that was imported.
+    ranks = []
+    for rank, host in enumerate(names):
+        process = os.fork()
+        if process == 0:
+            _be_rank(rank, host, len(names), partial(called, rank, **arguments), folder)
+        ranks.append(process)
+    while ranks:
+        process, status = os.wait()
+        ranks.remove(process)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit("a rank failed")
+
+
+def _be_rank(rank: int, host: str, count: int, run: Callable[[], object], folder: Path) -> NoReturn:
+    code = 1
+    try:
+        _die_with_parent()
+        with Path("/run/netns", host).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+        import torch
+        import torch.distributed as dist
+
+        from benchmarks.ranks import prepare
+
+        torch.set_num_threads(1)
+        prepare(realtime=True)  # Before other programs, where that is allowed.
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        place = f"tcp://{address(0)}:{_PORT}"
+        dist.init_process_group(
+            "gloo", init_method=place, rank=rank, world_size=count, timeout=_DEADLINE
+        )
+        result = run()
+        if rank == 0:
+            (folder / "result.pickle").write_bytes(pickle.dumps(result))
+        dist.barrier()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
