@@ -64,7 +64,8 @@ def check_whole(path: Path) -> None:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(
                 f"{path} is no checkpoint: neither a folder with {MANIFEST} nor a whole file of "
-                "Lightning. Use another checkpoint."
+                "Lightning.",
+                fix="Use another checkpoint.",
             )
         return
     problem = _damage(committed(path))
@@ -119,8 +120,9 @@ def check_continues(path: Path, run: Run) -> None:
     problem = written.get(NOT_FINITE)
     if problem is not None and config.trainer.on_nan != "ignore":
         raise CheckpointError(
-            f"{path} is not finite: {problem}, and so would be every step after it. Use an earlier "
-            "checkpoint (trainer.resume=auto finds the newest that is finite), or train anew."
+            f"{path} is not finite: {problem}, and so would be every step after it.",
+            fix="Use an earlier "
+            "checkpoint (trainer.resume=auto finds the newest that is finite), or train anew.",
         )
     step, most = written.get("step"), config.trainer.max_steps
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # of ranks after their last
@@ -212,7 +214,7 @@ def newest_checkpoint(
     )
     meant = did_you_mean(f"experiment_name={name}" for name in nearest(experiment_name, others))
     if not optional:
-        raise CheckpointError(f"{none}. Train first, or name one: checkpoint=PATH.{meant}")
+        raise CheckpointError(f"{none}.", fix=f"Train first, or name one: checkpoint=PATH.{meant}")
     skipped(f"{none}: there is none to go on from.{meant}")
     return None
 
@@ -418,7 +420,8 @@ def hold(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
             if time.monotonic() > until:
                 raise PlanError(
                     f"Another run is writing into {folder} at this moment, and two would spoil "
-                    "each other's files. Wait for its end, or try another hydra.run.dir."
+                    "each other's files.",
+                    fix="Wait for its end, or try another hydra.run.dir.",
                 )
             time.sleep(0.2)
         yield

@@ -167,18 +167,18 @@ def _command(words: Sequence[str]) -> str:
 def _split(word: str) -> tuple[str, str]:
     if len(word) > _LONGEST_WORD:
         raise PlanError(
-            f"{word[:40]}... has {len(word):,} characters, a word at most {_LONGEST_WORD:,}. "
-            "Leave it out."
+            f"{word[:40]}... has {len(word):,} characters, a word at most {_LONGEST_WORD:,}.",
+            fix="Leave it out.",
         )
     key, equals, text = word.partition("=")
     if not equals or not key.strip():
         raise PlanError(f"{word[:80]}: expected key=value. Try pp=4.")
     if key.strip() in _FIXED:
-        raise PlanError(f"{word[:80]}: {_FIXED[key.strip()]}. Leave {key.strip()} out.")
+        raise PlanError(f"{word[:80]}: {_FIXED[key.strip()]}.", fix=f"Leave {key.strip()} out.")
     if key.strip().endswith(".path"):
         raise PlanError(
-            f"{word[:80]}: the page runs no code and reads no folder of yours. On a machine of "
-            f"yours: {_command(['mode=simulate', word])}"
+            f"{word[:80]}: the page runs no code and reads no folder of yours.",
+            fix=f"On a machine of yours: {_command(['mode=simulate', word])}",
         )
     return key.strip(), text.strip()
 

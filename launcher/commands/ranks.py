@@ -480,6 +480,7 @@ def _check_compiler(*, gpu: bool) -> None:
     if not any(shutil.which(name) for name in ((given,) if given else names)):
         wanted = f"{variable}={given}" if given else " or ".join(names)
         raise PlanError(
-            f"compile=true: torch.compile needs {wanted} on this machine, and it is not in PATH. "
-            f"Install it (apt install g++), set {variable} to another one, or use compile=false."
+            f"compile=true: torch.compile needs {wanted} on this machine, and it is not in PATH.",
+            fix=f"Install it (apt install g++), set {variable} to another one, or use "
+            "compile=false.",
         )

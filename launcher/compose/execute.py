@@ -162,8 +162,8 @@ def _kept(folder: Path) -> dict[Path, bytes]:
         return {file: read_bytes(file, most_bytes=_MOST_BYTES) for file in folder.iterdir()}
     except (OSError, FileRefusedError) as error:
         raise PlanError(
-            f"{folder}, which this run is to replace, cannot be read: {error}. "
-            "Remove it, or try another hydra.run.dir."
+            f"{folder}, which this run is to replace, cannot be read: {error}.",
+            fix="Remove it, or try another hydra.run.dir.",
         ) from None
 
 

@@ -131,7 +131,8 @@ class Groups:
                 fix = f"Try --config-dir {shlex.quote(str(self.folder.parent))}."
             raise PlanError(
                 f"{group}={shorten(option)} does not exist: {misplaced} is not where options of "
-                f"{group} are. {fix}"
+                f"{group} are.",
+                fix=fix,
             )
         raise PlanError(f"{group}={shorten(option)} does not exist.{hint}{listed}{extra}")
 
@@ -170,7 +171,7 @@ def _refuse_whole(folder: Path, ours: Collection[str]) -> None:
             continue
         names = [line.partition(":")[0] for line in lines if re.match(r"[A-Za-z_]\w*\s*:", line)]
         if names and all(name.strip() in {*ours, "defaults"} for name in names):
-            raise PlanError(f"{file} is no option, and would not be read. {OWN_FILES}")
+            raise PlanError(f"{file} is no option, and would not be read.", fix=OWN_FILES)
 
 
 def find_groups(config_dir: Path | None) -> Groups:
@@ -212,8 +213,8 @@ def find_groups(config_dir: Path | None) -> Groups:
                 continue
             if stem in ours:
                 raise PlanError(
-                    f"{folder / name}: {group}={stem} is built in and would win. "
-                    f"Rename the file, e.g. {group}/my_{stem}.yaml."
+                    f"{folder / name}: {group}={stem} is built in and would win.",
+                    fix=f"Rename the file, e.g. {group}/my_{stem}.yaml.",
                 )
             added.setdefault(group, {})[stem] = folder / name
     return Groups(built_in, added, installed, config_dir)
@@ -343,7 +344,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     # "--info pp=4" asks for everything, under pp=4.
     folders = [w for w in arguments if w.partition("=")[0] in ("-cd", "--config-dir")]
     if len(folders) > 1:
-        raise PlanError("--config-dir is given twice, and one folder is read. Keep one.")
+        raise PlanError("--config-dir is given twice, and one folder is read.", fix="Keep one.")
     split = [
         "--info=all" if word in ("-i", "--info") and (*arguments, "")[i + 1] not in _INFO else word
         for i, word in enumerate(arguments)
@@ -352,7 +353,8 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         if word.partition("=")[0] in _HYDRAS:
             raise PlanError(
                 f"{word.partition('=')[0]} is not a flag: one configuration is composed, our own. "
-                f"Did you mean --config-dir? {OWN_FILES}"
+                "Did you mean --config-dir?",
+                fix=OWN_FILES,
             )
     known = {entry.path for entry in keys_of(LaunchConfig)}
     for word in arguments:  # -pp would be read as -p with a p behind it
@@ -385,7 +387,9 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     if (parsed.resolve or parsed.package is not None) and parsed.cfg is None:
         raise PlanError("--resolve and --package say how to print --cfg. Try --cfg job --resolve.")
     if parsed.multirun and parsed.cfg is not None:
-        raise PlanError("--cfg prints one configuration, --multirun runs several. Choose one.")
+        raise PlanError(
+            "--cfg prints one configuration, --multirun runs several.", fix="Choose one."
+        )
     return Flags(**vars(parsed) | {"overrides": (*parsed.overrides, *unknown)})
 
 

@@ -63,11 +63,14 @@ def parse_overrides(words: Sequence[str], groups: Groups) -> list[Override]:
         _check_key(override, groups, own)
         name = override.key_or_group
         if name in seen and name in groups.built_in:
-            raise PlanError(f"{name}= is given twice. Keep one, or try -m {name}=A,B for a sweep.")
+            raise PlanError(
+                f"{name}= is given twice.", fix=f"Keep one, or try -m {name}=A,B for a sweep."
+            )
         if name in seen and seen[name].is_sweep_override():
             raise PlanError(
                 f"{shorten(seen[name].input_line)} and {shorten(override.input_line)}: the second "
-                "would replace a list of values. Keep one of them."
+                "would replace a list of values.",
+                fix="Keep one of them.",
             )
         seen[name] = override
     return parsed
@@ -169,8 +172,9 @@ def _refuse_size_of_folder(override: Override, parsed: Iterable[Override]) -> No
     if any(item.key_or_group == "model" and _option_names(item) == ["hf"] for item in parsed):
         raise PlanError(
             f"{shorten(name)} is not a key: with model=hf all sizes are those of config.json in "
-            "model.path. Change it there, and add model.pretrained=false where weights of that "
-            "size are to be drawn."
+            "model.path.",
+            fix="Change it there, and add model.pretrained=false where weights of that "
+            "size are to be drawn.",
         )
 
 
@@ -182,7 +186,8 @@ def _check_key(override: Override, groups: Groups, own: Collection[str]) -> None
         raise PlanError(f"{shorten(line)}: @package is not supported. Try {typed(name, value)}.")
     if override.is_delete():
         raise PlanError(
-            f"{shorten(line)}: keys cannot be removed. Leave it out, or give {name}= another value."
+            f"{shorten(line)}: keys cannot be removed.",
+            fix=f"Leave it out, or give {name}= another value.",
         )
     if name == "hydra" or name.startswith(("hydra.", "hydra/")):
         _check_hydra_key(name, override)

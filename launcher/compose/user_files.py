@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from launcher.compose.option_groups import Groups
 from launcher.compose.overrides import HYDRA_KEYS
-from launcher.compose.wrong_word import NO_TARGET, is_open
+from launcher.compose.wrong_word import NAME_A_CLASS, NO_TARGET, is_open
 from launcher.config.check import check_range
 from launcher.config.decode import CLASS, KeyPlaceError, decode, did_you_mean, nearest
 from launcher.config.key import free_keys, keys_of, nodes_of, type_hints, value_at
@@ -50,8 +50,8 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
     everywhere = package == "_global_"
     if group == "experiment" and not everywhere:
         raise PlanError(
-            f"{file}: an experiment sets keys of all groups. Write `# @package _global_` in its "
-            "first line."
+            f"{file}: an experiment sets keys of all groups.",
+            fix="Write `# @package _global_` in its first line.",
         )
     named = _defaults(values.pop("defaults", []), file, group, groups)
     if everywhere and "hydra" in values:
@@ -66,8 +66,8 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
         _refuse_options(values, file, groups)
     elif list(values) == [group] and isinstance(values[group], dict):
         raise PlanError(
-            f"{file}:{_line_of(file, (group,))}: a file of {group}/ has keys of {group} alone. "
-            f"Write them without `{group}:` above them."
+            f"{file}:{_line_of(file, (group,))}: a file of {group}/ has keys of {group} alone.",
+            fix=f"Write them without `{group}:` above them.",
         )
     schema = LaunchConfig if everywhere else nodes_of(LaunchConfig)[group]
     prefix = "" if everywhere else f"{group}."
@@ -83,9 +83,10 @@ def _check_file(file: Path, group: str, groups: Groups) -> list[tuple[str, str]]
             own = ".".join(error.path[1:])
             raise PlanError(
                 f"{at}: {group}.{own} is not a key. Arguments of a class of yours stand below "
-                f"`args:`. Write `args: {{{own}: ...}}`."
+                "`args:`.",
+                fix=f"Write `args: {{{own}: ...}}`.",
             ) from error
-        raise PlanError(f"{at}: {error}") from error
+        raise PlanError(f"{at}: {error.reason}", fix=error.fix) from error
     return named
 
 
@@ -98,7 +99,7 @@ def _check_ranges(values: dict[str, Any], typed: object, schema: type, prefix: s
         try:
             check_range(entry, value_at(typed, path))
         except PlanError as error:
-            raise KeyPlaceError(str(error), entry.path) from error
+            raise KeyPlaceError(error.reason, entry.path, fix=error.fix) from error
 
 
 def _has(values: object, names: Sequence[str]) -> bool:
@@ -115,12 +116,14 @@ def _refuse_options(values: dict[str, Any], file: Path, groups: Groups) -> None:
         if group == "callbacks" and isinstance(value, str):
             raise PlanError(
                 f"{file}:{_line_of(file, (group,))}: `callbacks: {value[:60]}`: a callback has a "
-                f"name of your choice and a path. Write `callbacks: {{stop: {{path: ...}}}}`."
+                "name of your choice and a path.",
+                fix="Write `callbacks: {stop: {path: ...}}`.",
             )
         if group in groups.built_in and isinstance(value, str):
             raise PlanError(
                 f"{file}:{_line_of(file, (group,))}: `{group}: {value[:60]}` chooses no option "
-                f"here. Write `- override /{group}: {value[:60]}` below `defaults:`."
+                "here.",
+                fix=f"Write `- override /{group}: {value[:60]}` below `defaults:`.",
             )
 
 
@@ -155,7 +158,7 @@ def _defaults(entries: object, file: Path, group: str, groups: Groups) -> list[t
         try:
             groups.require(*pair)
         except PlanError as error:
-            raise PlanError(f"{file}: defaults: {error}") from error
+            raise PlanError(f"{file}: defaults: {error.reason}", fix=error.fix) from error
         named.append(pair)
     return named
 
@@ -166,8 +169,9 @@ def _package(file: Path) -> str | None:
     if whole.startswith("\ufeff") and whole.lstrip("\ufeff# ").startswith("@package"):
         raise PlanError(
             f"{file}: a byte order mark stands before its first line, where Hydra looks for "
-            "`# @package`. Save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' "
-            f"{shlex.quote(str(file))})."
+            "`# @package`.",
+            fix="Save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' "
+            f"{shlex.quote(str(file))}).",
         )
     for line in whole.splitlines():
         text = line.strip()
@@ -266,23 +270,23 @@ def read_yaml(file: Path) -> dict[str, Any]:
             problem = f"{problem}. Write `{meant}`, with a blank behind the colon"
         elif "mapping values are not allowed" in problem:
             problem = f"{problem} (a line that is indented otherwise than its neighbours?)"
-        raise PlanError(f"{file}{line}: {problem}. Correct the YAML there.") from error
+        raise PlanError(f"{file}{line}: {problem}.", fix="Correct the YAML there.") from error
     except (yaml.YAMLError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())[:200]
         if isinstance(error, LookupError):  # !!bool maybe
             reason = f"{reason} does not fit its tag"
-        raise PlanError(f"{file}: {reason}. Correct the YAML there.") from error
+        raise PlanError(f"{file}: {reason}.", fix="Correct the YAML there.") from error
     if value is None:
         return {}
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "a text"
         raise PlanError(
-            f"{file}: expected `key: value` lines, found {what}."
-            " Write each key in a line of its own, as in `lr: 3e-4`."
+            f"{file}: expected `key: value` lines, found {what}.",
+            fix="Write each key in a line of its own, as in `lr: 3e-4`.",
         )
     for name in _keys(value):
         if not isinstance(name, str):
-            raise PlanError(f"{file}: the key {name!r} is not a text. Write it in quotes.")
+            raise PlanError(f"{file}: the key {name!r} is not a text.", fix="Write it in quotes.")
     return value
 
 
@@ -342,7 +346,8 @@ def _scan(text: str, file: Path) -> None:
         if tag is not None and tag.removeprefix(_TAGS) not in _KNOWN_TAGS:
             raise PlanError(
                 f"{file}:{line}: the tag {tag.removeprefix(_TAGS)[:60]} is not read, only "
-                f"!!{', !!'.join(_KNOWN_TAGS[1:])}. Write the value without it."
+                f"!!{', !!'.join(_KNOWN_TAGS[1:])}.",
+                fix="Write the value without it.",
             )
         if isinstance(event, yaml.CollectionStartEvent):
             stack.append(_Open(isinstance(event, yaml.MappingStartEvent), event.anchor))
@@ -379,7 +384,8 @@ def _scan(text: str, file: Path) -> None:
         if total > MAX_NODES:
             raise PlanError(
                 f"{file}:{line}: more than {MAX_NODES} values once its aliases (*name) are "
-                "written out. Use fewer aliases."
+                "written out.",
+                fix="Use fewer aliases.",
             )
 
 
@@ -387,7 +393,8 @@ def _refuse_surprise(value: str, file: Path, line: int) -> None:
     """Plain words that YAML 1.1, which Hydra reads, takes for other numbers than they look like."""
     if _LONG.fullmatch(value) and value.strip("+-")[0].isdigit():
         raise PlanError(
-            f"{file}:{line}: a number of {len(value)} characters. Write it in quotes for a text."
+            f"{file}:{line}: a number of {len(value)} characters.",
+            fix="Write it in quotes for a text.",
         )
     sixties, eights = _SIXTIES.fullmatch(value), _EIGHTS.fullmatch(value)
     if not sixties and not eights:
@@ -395,8 +402,8 @@ def _refuse_surprise(value: str, file: Path, line: int) -> None:
     meant = yaml.load(value, Loader=_Loader)
     if sixties or meant != int(value.replace("_", "")):
         raise PlanError(
-            f"{file}:{line}: YAML reads {value} as {meant}. Write '{value}' in quotes for a text, "
-            "or the number that is meant."
+            f"{file}:{line}: YAML reads {value} as {meant}.",
+            fix=f"Write '{value}' in quotes for a text, or the number that is meant.",
         )
 
 
@@ -407,16 +414,18 @@ def _scalar(value: str, stack: list[_Open], file: Path, line: int) -> None:
         if is_open(value):
             raise PlanError(
                 f"{file}:{line}: {value[:60]}: ${{ begins what another key holds, and nothing "
-                "closes it. Write ${pp}, say, or \\${ for the characters."
+                "closes it.",
+                fix="Write ${pp}, say, or \\${ for the characters.",
             )
         return
     if value in parent.lines:
         raise PlanError(
             f"{file}:{line}: the key {value[:60]} is there twice, first in line "
-            f"{parent.lines[value]}. Remove one."
+            f"{parent.lines[value]}.",
+            fix="Remove one.",
         )
     parent.lines[value] = line
     parent.key = value
     if value == "_target_":
-        raise PlanError(f"{file}:{line}: {NO_TARGET}")
+        raise PlanError(f"{file}:{line}: {NO_TARGET}", fix=NAME_A_CLASS)
     refuse_secret(value, "", place=f"{file}:{line}")

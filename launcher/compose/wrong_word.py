@@ -17,10 +17,10 @@ from strategies.errors import PlanError
 TOOLS = ("demo", "doctor", "init")
 _HELP = ("help", "?", "usage", "list", "version", "info", "run")
 MAX_CHARACTERS = 16_384
-NO_TARGET = (
-    "_target_ would run code from any configuration, which is not supported. Name a class of your "
-    "own as model=class model.path=my_pkg.nets:LitNet model.args.width=64 (data=class, "
-    "optimizer=class, schedule.path= and callbacks.NAME.path= take theirs alike)."
+NO_TARGET = "_target_ would run code from any configuration, which is not supported."
+NAME_A_CLASS = (
+    "Name a class of your own as model=class model.path=my_pkg.nets:LitNet model.args.width=64 "
+    "(data=class, optimizer=class, schedule.path= and callbacks.NAME.path= take theirs alike)."
 )
 
 
@@ -40,7 +40,7 @@ def check_word(word: str) -> None:
             f"{shorten(name)}: {len(word)} characters; at most {MAX_CHARACTERS} are read."
         )
     if "_target_" in word:
-        raise PlanError(f"{shorten(name)}: {NO_TARGET}")
+        raise PlanError(f"{shorten(name)}: {NO_TARGET}", fix=NAME_A_CLASS)
     if name == "mode" and value in TOOLS:
         raise PlanError(f"{word}: {value} is no mode. Try python -m launcher {value}.")
     plain = plain_letters(word)
@@ -138,7 +138,8 @@ def unreadable(word: str) -> PlanError:
     name, _, value = word.partition("=")
     if word.startswith("~"):
         return PlanError(
-            f"{shorten(word)}: keys cannot be removed. Leave it out, or give the key another value."
+            f"{shorten(word)}: keys cannot be removed.",
+            fix="Leave it out, or give the key another value.",
         )
     if value.startswith("=") or name != name.strip():
         meant = _colon(word)

@@ -136,9 +136,9 @@ def check_range(entry: Key, value: object) -> None:
             meant = number * size
             inside = entry.low is None or meant >= entry.low
             if inside and (entry.high is None or meant <= entry.high):
-                raise PlanError(f"{said} If these are {name}, try {entry.path}={meant:g}.")
+                raise PlanError(said, fix=f"If these are {name}, try {entry.path}={meant:g}.")
         if number in (0, -1) and _NULL_IS_OFF.search(entry.help_text):
-            raise PlanError(f"{said} For none at all, try {entry.path}=null.")
+            raise PlanError(said, fix=f"For none at all, try {entry.path}=null.")
         raise PlanError(f"{said} Try {entry.path}={spell(entry.example)}.")
 
 
@@ -267,8 +267,8 @@ def _check_schedule(config: LaunchConfig) -> None:
     schedule = config.schedule
     if schedule.path is not None and schedule.file is not None:
         raise PlanError(
-            f"schedule.path={schedule.path} and schedule.file={schedule.file} both say the order. "
-            "Keep one of them."
+            f"schedule.path={schedule.path} and schedule.file={schedule.file} both say the order.",
+            fix="Keep one of them.",
         )
     if schedule.placement is not None and schedule.file is None:
         raise PlanError(
@@ -278,8 +278,8 @@ def _check_schedule(config: LaunchConfig) -> None:
     asked = asked_schedule(config, None if config.dp == "auto" else int(config.dp))
     if schedule.split_backward and asked.schedule.splits_backward:
         raise PlanError(
-            f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. Remove "
-            "schedule.split_backward."
+            f"schedule.split_backward=true: {schedule.name} splits its backwards by itself.",
+            fix="Remove schedule.split_backward.",
         )
     if config.costs.name == "uniform":
         uniform_costs(config).check_sizes(asked.placement)
@@ -470,6 +470,6 @@ def _check_units_per_stage(config: LaunchConfig) -> None:
     if schedule.units_per_stage is not None and schedule.layers_per_stage is not None:
         raise PlanError(
             f"schedule.units_per_stage={spell(schedule.units_per_stage)} and "
-            f"schedule.layers_per_stage={spell(schedule.layers_per_stage)} both cut the model. "
-            "Keep one of them."
+            f"schedule.layers_per_stage={spell(schedule.layers_per_stage)} both cut the model.",
+            fix="Keep one of them.",
         )

@@ -46,8 +46,8 @@ class KeyPlaceError(PlanError):
         path: Names from the top of the decoded tree to the key.
     """
 
-    def __init__(self, message: str, path: str) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, path: str, *, fix: str = "") -> None:
+        super().__init__(reason, fix=fix)
         self.path = tuple(path.split("."))
 
 

@@ -257,23 +257,26 @@ def as_limit(error: BaseException) -> LimitError | None:
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return LimitError(
-            f"too many open files: a process may have {soft:,} here. Run `ulimit -n "
+            f"too many open files: a process may have {soft:,} here.",
+            fix=f"Run `ulimit -n "
             f"{hard if soft < hard else 65_536}` in this shell first"
-            f"{'' if soft < hard else ', as root'}, or use fewer ranks or data.num_workers=0."
+            f"{'' if soft < hard else ', as root'}, or use fewer ranks or data.num_workers=0.",
         )
     if number == errno.EAGAIN or "can't start new thread" in text or _NO_THREAD.search(text):
         soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         most = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
         return LimitError(
             f"no further process or thread can be started: `ulimit -u` says {most} for this user, "
-            "and a container may allow fewer (docker run --pids-limit). Raise it, end other "
-            "processes, or use fewer ranks, OMP_NUM_THREADS=1 or data.num_workers=0."
+            "and a container may allow fewer (docker run --pids-limit).",
+            fix="Raise it, end other "
+            "processes, or use fewer ranks, OMP_NUM_THREADS=1 or data.num_workers=0.",
         )
     file = error.filename if isinstance(error, OSError) else None
     if isinstance(file, str) and file.startswith("/proc/") and not Path("/proc/self").exists():
         return LimitError(
             f"{file} is not there: processes and free memory are read from /proc, which is not "
-            "mounted here. Run `mount -t proc proc /proc` as root, in the chroot or container."
+            "mounted here.",
+            fix="Run `mount -t proc proc /proc` as root, in the chroot or container.",
         )
     return None
 
@@ -307,8 +310,9 @@ def as_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
     said = " ".join(str(error).split("\n")[0].split())
     return OutOfMemoryError(
         f"out of memory: {said or type(error).__name__}. At most {_gb(peak_bytes())} were resident "
-        f"in this process{limited}. {remedy} a smaller data.microbatch_size or "
-        "recompute=full; mode=validate estimates the memory of each rank."
+        f"in this process{limited}.",
+        fix=f"{remedy} a smaller data.microbatch_size or recompute=full; mode=validate estimates "
+        "the memory of each rank.",
     )
 
 
@@ -361,8 +365,8 @@ def as_full_disk(error: BaseException, run_dir: Path | None = None) -> LimitErro
     ours = path.absolute().is_relative_to(folder)
     return LimitError(
         f"{path} cannot be written: {os.strerror(error.errno or 0)} ({free_bytes(there):,} bytes "
-        f"are free in {there}). Free some, or try another "
-        f"{'hydra.run.dir' if ours else 'place for it'}{on}."
+        f"are free in {there}).",
+        fix=f"Free some, or try another {'hydra.run.dir' if ours else 'place for it'}{on}.",
     )
 
 
@@ -383,8 +387,8 @@ def as_in_the_way(error: BaseException, run_dir: Path) -> RunError | None:
     if not path.is_relative_to(run_dir):
         return None
     return RunError(
-        f"{path} cannot be written: {error.strerror}. Remove what is there, or try another "
-        "hydra.run.dir."
+        f"{path} cannot be written: {error.strerror}.",
+        fix="Remove what is there, or try another hydra.run.dir.",
     )
 
 

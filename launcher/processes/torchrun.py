@@ -91,8 +91,8 @@ def _check_numbers() -> None:
         else:
             continue
         raise PlanError(
-            f"cluster=torchrun with {name}={shorten(given)}: expected {rule}. torchrun sets it: "
-            f"try {_COMMAND}."
+            f"cluster=torchrun with {name}={shorten(given)}: expected {rule}.",
+            fix=f"torchrun sets it: try {_COMMAND}.",
         )
 
 
@@ -437,7 +437,8 @@ def _key() -> bytes:
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or not found:
         raise PlanError(
             f"{file}, this user's key for torchrun's ranks, is another user's, or others can read "
-            f"it. Remove it, or try {KEY_VARIABLE}=SECRET, the same for all processes."
+            "it.",
+            fix=f"Remove it, or try {KEY_VARIABLE}=SECRET, the same for all processes.",
         )
     return found
 

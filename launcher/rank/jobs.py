@@ -377,8 +377,8 @@ def _predict(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     written = [part for part in everybody().everyone(own) if part is not None]
     if not written:
         raise ModelError(
-            "predict_step returned no tensors, so there is nothing to write. Return a tensor of "
-            "the batch's rows, or a dict of them."
+            "predict_step returned no tensors, so there is nothing to write.",
+            fix="Return a tensor of the batch's rows, or a dict of them.",
         )
     return {
         "checkpoint": checkpoint,

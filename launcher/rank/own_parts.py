@@ -69,8 +69,8 @@ def _build_model(config: LaunchConfig, offers: Offers) -> pl.LightningModule:
             raise
         except Exception as reason:
             raise ModelError(
-                f"model={config.model.name}: {described(target)} fails with {one_line(reason)}. "
-                "Correct it there, or try another model=."
+                f"model={config.model.name}: {described(target)} fails with {one_line(reason)}.",
+                fix="Correct it there, or try another model=.",
             ) from reason
     else:
         model = build(code, target, offers)
@@ -78,7 +78,8 @@ def _build_model(config: LaunchConfig, offers: Offers) -> pl.LightningModule:
     if "_parameters" not in vars(model):
         raise ModelError(
             f"model.path={code.path}: __init__ of {described(type(model))} does not call "
-            "super().__init__(). Write that into its first line."
+            "super().__init__().",
+            fix="Write that into its first line.",
         )
     return cast(pl.LightningModule, model)
 
@@ -203,8 +204,9 @@ def _check_batch(
         return
     raise DataError(
         f"{given[0]}={value_at(config, given[0])}: {described(target)} has no argument batch_size, "
-        f"by which its loader would hear of it. Give it one, or say the number of microbatches "
-        f"(num_microbatches=) and its own size under data.args ({code.path})."
+        "by which its loader would hear of it.",
+        fix="Give it one, or say the number of microbatches "
+        f"(num_microbatches=) and its own size under data.args ({code.path}).",
     )
 
 
@@ -213,15 +215,17 @@ def _check_methods(config: LaunchConfig, group: str, target: type) -> None:
     name, trains = described(target), config.mode in ("train", "validate")
     if group == "data":
         if trains and own.train_dataloader is pl.LightningDataModule.train_dataloader:
-            raise DataError(f"{name} has no train_dataloader. Write one that returns a DataLoader.")
+            raise DataError(
+                f"{name} has no train_dataloader.", fix="Write one that returns a DataLoader."
+            )
         return
     if trains and own.training_step is pl.LightningModule.training_step:
-        raise ModelError(f"{name} has no training_step. Write one that returns the loss.")
+        raise ModelError(f"{name} has no training_step.", fix="Write one that returns the loss.")
     if own.train_dataloader is not pl.LightningModule.train_dataloader:
         raise ModelError(
             f"{name} has a train_dataloader of its own, which data={config.data.name} would "
-            "replace. Move its loaders into a LightningDataModule: data=class "
-            "data.path=MODULE:NAME."
+            "replace.",
+            fix="Move its loaders into a LightningDataModule: data=class data.path=MODULE:NAME.",
         )
     asked = _set_optimizer(config.optimizer)
     if asked and own.configure_optimizers is not pl.LightningModule.configure_optimizers:

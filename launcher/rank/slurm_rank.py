@@ -67,8 +67,9 @@ def _kept_store() -> tuple[socket.socket, str] | None:
     except OSError as error:
         raise PlanError(
             f"port {port} at {address}, where the ranks are to meet, cannot be had: "
-            f"{error.strerror}. It was free a moment ago: try `scontrol requeue "
-            f"{os.environ.get('SLURM_JOB_ID', 'JOB')}`, or submit the job again."
+            f"{error.strerror}.",
+            fix="It was free a moment ago: try `scontrol requeue "
+            f"{os.environ.get('SLURM_JOB_ID', 'JOB')}`, or submit the job again.",
         ) from None
 
 

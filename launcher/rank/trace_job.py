@@ -160,7 +160,8 @@ def _subject(config: LaunchConfig) -> _Subject:
     if not module.automatic_optimization:
         raise ModelError(
             f"model={config.model.name} uses manual optimization: its step is several passes, "
-            "whose costs cannot be traced. Say the plan yourself (plan=manual, costs=uniform)."
+            "whose costs cannot be traced.",
+            fix="Say the plan yourself (plan=manual, costs=uniform).",
         )
     module = cast(pl.LightningModule, plugin.convert_module(module))
     module.train()

@@ -193,7 +193,8 @@ def _told(path: str, function: Callable[[Shape], _Found]) -> Callable[[Shape], _
             raise PlanError(
                 f"schedule.path={path}: {_name(function)} fails with {one_line(reason)} for "
                 f"pp={shape.pp} and {shape.num_microbatches} microbatches. It is called with one "
-                "Shape. Correct it there, or try schedule=1f1b."
+                "Shape.",
+                fix="Correct it there, or try schedule=1f1b.",
             ) from reason
 
     return call

@@ -259,6 +259,8 @@ def test_nothing_is_suggested_for_gibberish():
         (["trainer.val_check_interval=0.5"], "Try trainer.check_val_every_n_epoch=1."),
         (["experiment_name=../up"], "Try experiment_name=my_run."),
         (["model.dropout=1.5"], "at most 0.999"),
+        (["schedule=zb_v", "schedule.split_backward=true"], "Remove schedule.split_backward."),
+        (["trainer.gradient_clip_val=0"], "For none at all, try trainer.gradient_clip_val=null."),
         (["costs=uniform", "costs.forward=1e300"], "at most 1e+12"),
         (["costs=uniform", "costs.forward=[1,0]", "pp=2"], "a list of numbers, more than 0."),
         (["costs=uniform", "costs.p2p=[1]", "pp=4"], "Try costs.p2p=[1,1,1]."),
@@ -269,8 +271,9 @@ def test_nothing_is_suggested_for_gibberish():
     ],
 )
 def test_a_rule_between_keys_is_told_with_its_numbers_and_a_fix(overrides, message):
-    with pytest.raises((PlanError, CostError), match=re.escape(message)):
+    with pytest.raises((PlanError, CostError), match=re.escape(message)) as error:
         _compose(*overrides)
+    assert error.value.fix
 
 
 @pytest.mark.parametrize(

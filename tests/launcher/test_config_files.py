@@ -157,6 +157,26 @@ def test_a_wrong_file_is_named_with_its_line(text, expected, folder, tmp_path, m
         assert str(file) in done.errors
 
 
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("a: [\n", "Correct the YAML there."),
+        ("- 1\n", "Write each key in a line of its own, as in `lr: 3e-4`."),
+        ("3: 4\n", "Write it in quotes."),
+        ("a: 1\na: 2\n", "Remove one."),
+        ("a: 12:30\n", "Write '12:30' in quotes for a text, or the number that is meant."),
+        ("a: ${pp\n", "Write ${pp}, say, or \\${ for the characters."),
+        ("a: !!timestamp b\n", "Write the value without it."),
+        (BOMB, "Use fewer aliases."),
+    ],
+)
+def test_what_is_wrong_in_a_file_has_its_fix_apart(text, fix, tmp_path):
+    with pytest.raises(PlanError) as error:
+        read_yaml(write(tmp_path, "a.yaml", text))
+    assert error.value.fix == fix
+    assert str(error.value) == f"{error.value.reason} {fix}"
+
+
 def test_bytes_that_are_not_utf8_are_told(folder, tmp_path, monkeypatch):
     write(folder, "model/bad.yaml", "").write_bytes(b"name: \xff\n")
     done = run_here(["-cd", str(folder), "model=bad"], tmp_path / "cwd", monkeypatch)

@@ -41,7 +41,9 @@ def export_checkpoint(checkpoint: Path, shape: ModelShape, target: Path) -> None
     types = {str(value.dtype).removeprefix("torch.") for value in state.values()}
     floating = sorted(name for name in types if "float" in name)
     if not floating:
-        raise CheckpointError(f"{checkpoint} has no weights to export. Use another checkpoint.")
+        raise CheckpointError(
+            f"{checkpoint} has no weights to export.", fix="Use another checkpoint."
+        )
     if isinstance(shape, HfShape):
         folder = Path(shape.folder)
         config = {k: v for k, v in shape.config.items() if k != "torch_dtype"}
