@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -96,3 +99,11 @@ def test_tensors_are_sent_by_value_and_leave_no_folder(ranks: Any) -> None:
         ((value, folder),) = ranks(1).run(received, value=torch.arange(3.0))
     assert torch.equal(value, torch.tensor([0, 1, 2], dtype=torch.bfloat16))
     assert folder is None
+
+
+def test_a_function_of_the_running_command_is_found_by_its_modules_name(ranks, monkeypatch):
+    command = ModuleType("__main__")  # as `python -m tests.ranks.test_pool` has it
+    command.__spec__ = importlib.util.find_spec("tests.ranks.test_pool")
+    monkeypatch.setitem(sys.modules, "__main__", command)
+    monkeypatch.setattr(act, "__module__", "__main__")
+    assert [total for _, total in ranks(2).run(act, kinds=["", ""])] == [2.0, 2.0]
