@@ -7,7 +7,7 @@ units go to stages in an order in which nothing flows back, whatever that of the
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -288,9 +288,10 @@ class DividedStep(StageModel):
                 self._flows[mode, which] = self._probe(mode, batch, batch_idx, dataloader_idx)[0]
             return mode, which
         if any(known == "train" for known, _ in self._flows):
-            trace = self._scout(batch, batch_idx)
-            if (mode, trace) in self._flows:
-                return mode, trace
+            with suppress(RuntimeError):  # The probe says what it is.
+                trace = self._scout(batch, batch_idx)
+                if (mode, trace) in self._flows:
+                    return mode, trace
         flow, trace = self._probe(mode, batch, batch_idx)
         self._flows[mode, trace] = flow
         return mode, trace

@@ -5,7 +5,8 @@ Knows no Lightning; ``strategy.py`` calls it from Lightning's hooks, tests call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,10 @@ from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import LogEntry, start_packing, unpack_logs
+from strategies.models.manual.segments import SegmentModel
 from strategies.models.nested import structure
 from strategies.models.replay.cut_module import CutModule
+from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.replay.rows.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode
 from strategies.models.state import Generators, kept_generators
@@ -114,7 +117,7 @@ class Engine(RankPasses):
             if not self.is_alone or (self._began and not fresh):
                 raise
             before.put_back()
-            self._run_whole(why)
+            self.run_whole(why)
             self._gradients.attach(zero=fresh)
             options = replace(options, dataloader_idx=None)
             result = self._run(batch, options, step=step, update=update, loaders=loaders)
@@ -131,9 +134,9 @@ class Engine(RankPasses):
         """Whether this rank has a whole model in one stage, and updates it behind each batch."""
         where = self.coordinates
         one = where.pp == where.tp == where.ep == self.placement.num_stages == 1
-        return one and self.stream is None and isinstance(self.model, CutModule)
+        return one and self.stream is None and isinstance(self.model, CutModule | SegmentModel)
 
-    def _run_whole(self, why: ModelError) -> None:
+    def run_whole(self, why: ModelError) -> None:
         """Training steps run whole from now on; what this one has done is taken back."""
         module = self.model.module
         self.whole.state.take_back()
@@ -371,6 +374,17 @@ class Engine(RankPasses):
         """A batch begins that takes several passes, with optimizer steps wherever it likes."""
         if self._parts.watch is not None:
             self._parts.watch.begin()
+        self.whole.note()
+
+    @contextmanager
+    def draws_of(self, step: int) -> Iterator[None]:
+        """Around a step that runs whole: it draws from its seed, if the run has one."""
+        before = Generators.now()
+        if not self._draws.steers:
+            seed_all(self.seed_of(step))
+        yield
+        if not self._draws.steers:
+            before.put_back()
 
     def deal_segments(
         self,
@@ -392,7 +406,6 @@ class Engine(RankPasses):
             batch, microbatches, options, loaders,
             whole=self.whole, seed=self.seed_of(step), way=way, then=check,
         )  # fmt: skip
-        self.whole.note()
         return self._draws.deal(
             batch, microbatches, options, loaders,
             seed=self.seed_of(step), state=self.whole.state, way=way,
@@ -420,9 +433,7 @@ class Engine(RankPasses):
             backward: Whether the segment ends with one.
             retain_graph: Whether its graphs are for another backward, too.
         """
-        self._gradients.continue_sums()
-        self._gradients.attach(zero=False)
-        self._flush.expect(None)
+        self.continue_sum()
         scale = 1.0 / self.coordinates.dp
         options = PassOptions(
             batch_idx, "train", scale, None, self.seed_of(step), None, part, retain_graph

@@ -104,6 +104,19 @@ class RankWeights(RankSetup):
         """From which a pass draws, on all ranks of this replica."""
         return (self.seed * 1_000_003 + step) * 1021 + self.coordinates.dp_rank
 
+    def begin_sum(self) -> None:
+        """A backward outside of a pass is going to add to the gradients, as they are now."""
+        cleared = {id(p) for p in self.named_parameters().values() if p.grad is None}
+        self._gradients.adopt()
+        self._gradients.clear(cleared)
+        self.continue_sum()
+
+    def continue_sum(self) -> None:
+        """Gradients are going to be added to those that are there."""
+        self._gradients.continue_sums()
+        self._gradients.attach(zero=False)
+        self._flush.expect(None)
+
     def settle(self) -> None:
         """Reduces what has been added up since the last time; collective over the replicas."""
         self._gradients.start_all()

@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from strategies.errors import ModelError
+from strategies.models.logs import captured_logs
 from strategies.models.manual.flow_run import Action
 from strategies.models.manual.segments import Ended, SegmentModel
+from strategies.models.replay.gate import call_step
 from strategies.models.replay.hole import user_line
 from strategies.models.stage_model import LogCall, Mode
 from strategies.models.unit_model import HasUnits
@@ -169,6 +171,7 @@ class ManualOptimization:
     def __init__(self, strategy: UpdatingStrategy, model: SegmentModel) -> None:
         self._strategy = strategy
         self._model = model
+        self.begun = False  # whether the step of a batch has done something
         self._flags: tuple[bool, ...] | None = None
         self._extras: list[str] = []  # what the last step has returned besides the loss
         model.forget_optimizers()
@@ -178,6 +181,7 @@ class ManualOptimization:
     ) -> PassResult:
         """Runs the step; its result is the loss that it returns, if it returns one."""
         engine, model = self._strategy.engine, self._model
+        self.begun = False
         self._check_flags()
         microbatches = split_batch(batch, engine.plan.num_microbatches, loaders)
         seed = engine.seed_of(step)
@@ -203,6 +207,7 @@ class ManualOptimization:
             check=partial(model.compare_losses, layout),
         )  # fmt: skip
         logs: list[LogCall] = []
+        self.begun = True
         try:
             while (wanted := model.advance()) is not None:
                 if isinstance(wanted, Action):
@@ -290,9 +295,40 @@ class ManualOptimization:
             engine.clear_gradients(_parameters_of(self._strategy.optimizers[action.optimizer]))
         return result
 
-    def clip_by_norm(self, optimizer: Optimizer, limit: float) -> Tensor:
-        """Clips an optimizer's gradients by their norm, on whichever ranks they are."""
-        return self._strategy.engine.clip_some_by_norm(_parameters_of(optimizer), limit)
+
+class UncutByHand:
+    """Runs steps that cannot be cut: whole, on a rank that has all of the model.
+
+    Lightning and torch run them then. A backward adds up the gradients of all replicas, as under
+    DDP.
+    """
+
+    def __init__(self, strategy: UpdatingStrategy) -> None:
+        self._strategy = strategy
+
+    def training_step(
+        self, batch: Any, batch_idx: int, step: int, loaders: TreeSpec | None
+    ) -> PassResult:
+        """Runs the step; what it returns is the ``output``."""
+        engine, module = self._strategy.engine, self._strategy.lightning_module
+        assert module is not None
+        engine.begin_segments()
+        with captured_logs(module) as logs, engine.draws_of(step):
+            output = call_step(module, "train", batch, batch_idx, whole=True)
+        calls = [(call, 1.0, 0, 0) for call in logs.calls()]
+        result = engine.share_ends(_scalar(output), calls, count_rows(batch, loaders))
+        result.output = output
+        return result
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Adds up gradients, which are whole behind it."""
+        engine, strategy = self._strategy.engine, self._strategy
+        module = strategy.lightning_module
+        assert module is not None
+        engine.begin_sum()
+        share = loss / strategy.dp if strategy.dp > 1 else loss
+        strategy.precision_plugin.backward(share, module, None, *args, **kwargs)
+        engine.settle()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -49,6 +49,7 @@ from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.manual_optimization import (
     ManualOptimization,
+    UncutByHand,
     hide_states,
 )
 from strategies.runtime.lightning.refusals import (
@@ -337,6 +338,8 @@ class SetupStrategy(UpdatingStrategy):
         self._manual = None
         if isinstance(self.engine.model, SegmentModel):
             self._manual = ManualOptimization(self, self.engine.model)
+        elif not trainer.lightning_module.automatic_optimization:
+            self._manual = UncutByHand(self)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             refuse_freezing(mains)

@@ -39,6 +39,7 @@ from strategies.runtime.lightning.data_order import (
 from strategies.runtime.lightning.hooks.epoch_metrics import EPOCH, STEP
 from strategies.runtime.lightning.hooks.hook_state import ALIKE, ends_loader, repeat_logs
 from strategies.runtime.lightning.last_words import speak_once
+from strategies.runtime.lightning.manual_optimization import ManualOptimization, UncutByHand
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
 from strategies.runtime.lightning.setup_strategy import SetupStrategy
@@ -265,10 +266,10 @@ class PipelineStrategy(SetupStrategy):
             self._tell(self._rows_told.hooks(rows, self._plan.num_microbatches))
         if self._manual is not None:
             with self.precision_plugin.train_step_context():
-                result = self._manual.training_step(
-                    batch, batch_idx, trainer.fit_loop.total_batch_idx, self._loaders
-                )
+                result = self._by_hand(batch, batch_idx)
             self._repeat_logs(result, batch)
+            if isinstance(self._manual, UncutByHand):
+                return result.output
             hears = "train" in self.engine.whole.carried
             self._tell(self._rows_told.by_hand(*self._manual.uneven(hears=hears)))
             return self._shown(result.loss)
@@ -321,6 +322,23 @@ class PipelineStrategy(SetupStrategy):
                 "multiplied by zero to skip."
             )
         return self._shown(result.loss, result.output)
+
+    def _by_hand(self, batch: Any, batch_idx: int) -> PassResult:
+        """A step of manual optimization; a way of it that cannot be cut runs whole with pp=1."""
+        assert self._manual is not None
+        where = batch, batch_idx, self._trainer.fit_loop.total_batch_idx, self._loaders
+        try:
+            return self._manual.training_step(*where)
+        except ModelError as why:
+            cut = isinstance(self._manual, ManualOptimization) and not self._manual.begun
+            if not (cut and self.engine.is_alone):
+                raise
+            if self.dp > 1:
+                alone = "Use dp=1, or Trainer(strategy='ddp')."
+                raise ModelError(f"{why} Replicas cannot begin to run it whole. {alone}") from None
+            self.engine.run_whole(why)
+            self._manual = UncutByHand(self)
+            return self._manual.training_step(*where)
 
     def _tell(self, message: str | None) -> None:
         if message is not None:

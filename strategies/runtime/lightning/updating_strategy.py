@@ -24,7 +24,7 @@ from strategies.runtime.lightning.hooks.overridden_hooks import (
     gradient_hooks,
     weight_readers,
 )
-from strategies.runtime.lightning.manual_optimization import ManualOptimization
+from strategies.runtime.lightning.manual_optimization import ManualOptimization, UncutByHand
 from strategies.runtime.lightning.refusals import SharedGradScaler
 from strategies.runtime.lightning.stream_loop import StreamLoop
 from strategies.runtime.messages.exchange import everybody
@@ -123,7 +123,7 @@ class UpdatingStrategy(CheckpointingStrategy):
         super().__init__(plan, options, metadata=metadata, heartbeat=heartbeat)
         self.skipped_steps: list[int] = []  # optimizer steps, as of Trainer.global_step before them
         self._accumulating = False
-        self._manual: ManualOptimization | None = None
+        self._manual: ManualOptimization | UncutByHand | None = None
         self._loop: StreamLoop | None = None  # of a schedule without a flush
         self._last_norm: Tensor | None = None
         self._late = False  # whether updates are made before their verdict
@@ -173,18 +173,24 @@ class UpdatingStrategy(CheckpointingStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *_: Any, **__: Any
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Backwards have run already; what is left is their gradients and Lightning's hooks."""
+        """Backwards have run already; what is left is their gradients and Lightning's hooks.
+
+        But for a step by hand that runs whole.
+        """
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._own_backward is not None:
-            self._own_backward.call(closure_loss)
-        self.engine.restore_gradients()
-        if self.looks_after_backward and not self._accumulating:
-            self.engine.flush()  # They may read gradients, which are still being reduced.
+        if isinstance(self._manual, UncutByHand):
+            self._manual.backward(closure_loss, *args, **kwargs)
+        else:
+            if self._own_backward is not None:
+                self._own_backward.call(closure_loss)
+            self.engine.restore_gradients()
+            if self.looks_after_backward and not self._accumulating:
+                self.engine.flush()  # They may read gradients, which are still being reduced.
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -342,7 +348,8 @@ class UpdatingStrategy(CheckpointingStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         if self._manual is not None:
             with self._away():
-                self._manual.clip_by_norm(optimizer, float(clip_val))
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                self.engine.clip_some_by_norm(parameters, float(clip_val))
             return
         with self._away():
             late = self.engine.late

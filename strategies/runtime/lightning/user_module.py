@@ -91,7 +91,7 @@ def stage_model_of(
             if whole and isinstance(model, ReplayModel):
                 model.refuse_left()
         except ModelError as error:
-            if whole and module.automatic_optimization:
+            if whole:
                 model = UncutModel(module, error, trains=mode == "train")
             elif mode == "train" or not uncut:
                 raise

@@ -162,6 +162,63 @@ class Writes(Net):
         return loss
 
 
+class ByHand(Physics):
+    """The derivatives by hand: two backwards, clipping, weights that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.spare = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if batch_idx != 1:  # whose gradients go on
+            optimizer.zero_grad()
+        given = super().training_step(batch, batch_idx)
+        self.manual_backward(given["loss"])
+        other = functional.cross_entropy(self(batch[0]), batch[1])
+        if batch_idx == 2:
+            other = other + self.spare(batch[0]).pow(2).mean()
+        self.manual_backward(other)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log("loss", other)
+        return given
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.3)
+
+
+class SharedByHand(ByHand):
+    """Without what is no mean over the rows of all replicas."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("known", float("loss" in outputs))
+
+
+class ClosureByHand(SharedByHand):
+    """A backward inside of the optimizer's step, from the second epoch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            inside = x.clone().requires_grad_(True)
+            u = self(inside)
+            loss = functional.cross_entropy(u, y)
+            if self.current_epoch:
+                (slope,) = torch.autograd.grad(u.sum(), inside, create_graph=True)
+                loss = loss + slope.pow(2).mean()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+        return {"loss": torch.ones(())}
+
+
+BY_HAND: list[Callable[[], pl.LightningModule]] = [ByHand, ClosureByHand]
 CASES: list[Callable[[], pl.LightningModule]] = [
     Physics, Late, Learner, Critic, EarlyExit, Memory, Arrays, Mapped, Codebook, Writes, bare,
 ]  # fmt: skip
@@ -175,6 +232,17 @@ def test_step_runs_whole(ranks: Callable[[int], Ranks], case: Callable[[], Any])
         accumulate_grad_batches=2,
     )  # fmt: skip
     assert whole.logged == [pytest.approx(row, abs=TOLERANCE) for row in stock.logged]
+
+
+@pytest.mark.parametrize("case", BY_HAND, ids=lambda case: case.__name__)
+def test_step_by_hand_runs_whole(ranks: Callable[[int], Ranks], case: Callable[[], Any]) -> None:
+    stock, (whole,) = equal_to_stock(ranks, case, "1f1b", strategy={"pp": 1}, max_epochs=2)
+    assert stock.logged
+    assert whole.logged == [pytest.approx(row, abs=TOLERANCE) for row in stock.logged]
+
+
+def test_replicas_add_up_what_runs_whole_by_hand(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, SharedByHand, "1f1b", strategy={"pp": 1, "dp": 2}, max_epochs=2)
 
 
 def test_replicas_add_up_what_runs_whole(ranks: Callable[[int], Ranks]) -> None:
