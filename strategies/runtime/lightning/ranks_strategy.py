@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -36,6 +37,7 @@ from strategies.runtime.messages.mesh import (
 )
 
 _LAST_PAUSE_S = 0.05
+_SEEDS = 2**32  # that people give; what torch draws for itself is longer
 
 
 class RanksStrategy(ParallelStrategy):
@@ -56,6 +58,7 @@ class RanksStrategy(ParallelStrategy):
         self._watched = heartbeat is not None  # by a launcher, which decides how a run ends
         self._hosts: dict[int, str] = {}
         self._world: dist.ProcessGroup | None = None
+        self._seeded = True  # whether all ranks have drawn the same before they met
         self._gpu_backend: Backend = "nccl"  # of backend=auto; known when the ranks have joined
 
     @property
@@ -211,9 +214,25 @@ class RanksStrategy(ParallelStrategy):
             _pause_at_exit()
             self._heartbeat.phase(Phase.SETTING_UP)
             self._world = dist.group.WORLD
-            # As under stock Lightning on one device, unless ranks would draw different numbers.
-            if len({*everybody().everyone(Generators.now().mark())}) > 1:
-                reset_seed()
+            self._draw_alike()
+
+    def _draw_alike(self) -> None:
+        """As under stock Lightning on one device, unless ranks would draw different numbers."""
+        own = Generators.now().mark(), "PL_GLOBAL_SEED" in os.environ
+        said: list[tuple[int, bool]] = everybody().everyone(own)
+        alike, seeded = len({mark for mark, _ in said}) == 1, all(seeded for _, seeded in said)
+        self._seeded = alike or seeded
+        if alike:
+            return
+        if seeded:
+            reset_seed()
+            return
+        drawn = everybody().everyone((torch.initial_seed(), Generators.now()))
+        seeds = [seed for seed, _ in drawn]
+        # Whoever seeds each process by hand wants other numbers in each replica.
+        by_hand = len(set(seeds)) > 1 and max(seeds) < _SEEDS
+        first = self.coordinates.replica(self.coordinates.dp_rank)[0] if by_hand else 0
+        drawn[first][1].put_back()
 
     def _speak(self, store: Store) -> None:
         """What nobody catches is told by one rank, unless a launcher does that."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,6 +28,7 @@ from strategies.models.stage_model import StageModel
 from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.agreement.same_module import agree_on_module
 from strategies.runtime.lightning.checkpoints.whole_state import (
     WholeModule,
     look_at_whole,
@@ -196,6 +196,7 @@ class SetupStrategy(UpdatingStrategy):
             | fingerprint.weights_print(module),
             what="versions, configuration and model",
         )
+        agree_on_module(module, self.root_device, seeded=self._seeded)
         alone = self._pipeline == self._options.tp == self._options.ep == 1
         with default_group(LocalGroup(self.coordinates.dp_rank, self.dp)):
             model = stage_model_of(
@@ -238,7 +239,7 @@ class SetupStrategy(UpdatingStrategy):
         # Replicas of a stage add up gradients, and have looked at batches of their own.
         compare(owned, what="stages", partial=True)
         self.model_to_device()
-        self._synchronise(module)
+        self.engine.synchronise_weights()
         self._note_cut()
         stream = self._engine.stream
         self._loop = None if stream is None else StreamLoop(self, self._engine)
@@ -272,26 +273,6 @@ class SetupStrategy(UpdatingStrategy):
         """A hook has had the whole model, on all ranks."""
         self._last_norm = None
         self.whole.meet()
-
-    def _synchronise(self, module: pl.LightningModule) -> None:
-        self.engine.synchronise_weights()
-        where = self.coordinates
-        sharers = self.engine.tensor_ranks
-        if sharers is not None:
-            for buffer in module.buffers():
-                sharers.broadcast_(buffer)
-        group = self.engine.communicators.get("metrics", where.replicas((where.pp_rank,)))
-        if group is not None:
-            first = where.global_rank(where.pp_rank, 0)
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=first, group=group)
-        owners = {self.engine.placement.owners(stage) for stage in self.engine.owned}
-        if self.engine.placement.weight_copies > 1 and len(owners) == 1:
-            # Both owners of the same stages; what was made at random differs between them.
-            members = where.replicas(owners.pop())
-            copies = self.engine.communicators.get("reduce", members)
-            for buffer in module.buffers() if copies is not None else ():
-                dist.broadcast(buffer, src=members[0], group=copies)
 
     def _build_optimizers(self, trainer: pl.Trainer) -> None:
         try:
