@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -96,24 +94,12 @@ class Warmed(Manual):
         self.mark = batch[1][-1]
 
 
-class Drawn(Manual):
-    """One number for both stages."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        scale = random.random() + float(numpy.random.rand())
-        hidden = self.first(batch[0])
-        loss = self.second(hidden).square().mean()
-        self.log("early", 0 * hidden.mean() + scale)
-        self.log("late", 0 * loss + scale)
-        self.manual_backward(loss)
-
-
 class Tied(Manual):
     """The first layer's weights are the last one's, too."""
 
     def forward(self, rows: Tensor) -> Tensor:
         hidden = self.second(torch.tanh(self.first(rows)))
-        return nn.functional.linear(hidden.expand(-1, 4), self.first.weight)
+        return nn.functional.linear(hidden.expand(-1, 4), self.first.weight, self.first.bias)
 
 
 class Backwards(Manual):
@@ -214,7 +200,7 @@ def test_what_no_step_uses_stays_with_the_weights_before_it() -> None:
 def test_weights_of_two_stages_are_shared_and_begin_on_the_first() -> None:
     seen = Seen()
     fitted(Tied(), stages(), seen)
-    assert seen.shared == (("first.weight", (0, 1)),)
+    assert seen.shared == (("first.weight", (0, 1)), ("first.bias", (0, 1)))
     assert seen.shares[0] == ["first.weight", "first.bias", "idle.weight", "idle.bias"]
     assert seen.first_stages["first.weight"] == 0
     assert seen.first_stages["second.weight"] == 1
@@ -245,11 +231,6 @@ def test_attributes_are_those_of_the_last_microbatch() -> None:
     module = Warmed()
     fitted(module, stages())
     assert module.mark == 15
-
-
-def test_what_a_step_draws_is_one_number_on_all_stages() -> None:
-    found = numbers(fitted(Drawn(), stages()))
-    assert found["early"] == found["late"]
 
 
 def test_rates_that_differ_by_microbatch_are_refused() -> None:
