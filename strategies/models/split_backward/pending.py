@@ -197,7 +197,10 @@ def _components(deferred: Sequence[Deferred]) -> list[list[int]]:
                 large.extend(small)
                 for member in small:
                     found[member] = large
-                    component_of.update(dict.fromkeys(_leaves(deferred[member]), large))
+                    # A leaf of this node may still lead to a third list.
+                    for leaf in _leaves(deferred[member]):
+                        if component_of.get(leaf) is small:
+                            component_of[leaf] = large
                 merged = large
             component_of[key] = merged
     for component in {id(component): component for component in found}.values():
