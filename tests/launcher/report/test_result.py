@@ -150,3 +150,12 @@ print(json.dumps([found, heavy]))
     assert set(found) == {"python", "foldpipe-launcher", "torch", "lightning", "hydra-core"}
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"] is not None
+
+
+def test_versions_and_staleness_are_those_of_schedules_without_a_flush():
+    def keys(schedule):
+        program = compile_program(schedule=schedule, pp=2, num_microbatches=2)
+        return set(metrics_mapping(measure(simulate(program, COSTS), COSTS)))
+
+    late = keys("pipedream_2bw")
+    assert late - keys("1f1b") == {"weight_versions", "gradient_sums", "staleness"}

@@ -22,7 +22,7 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.load import Load
 from strategies.costs.table import StageMemory
 from strategies.ir.program import bidirectional, v
-from strategies.plan import Recompute
+from strategies.plan import Plan, Recompute
 from strategies.schedules import find_schedule
 from tests.strategies.planner.models import MACHINE
 from tests.strategies.programs import plans, uneven, written
@@ -299,14 +299,26 @@ def test_the_saved_peak_is_that_of_the_program_s_order(plan):
     assert peak_saved(program, sizes) == peak_bytes(program, table)
 
 
-@settings(max_examples=40, deadline=None)
-@given(plan=plans())
-def test_everything_is_given_back(plan):
-    """After the last backward of a rank only messages are left."""
-    program = compile_plan(plan).train
+def assert_given_back(program):
+    """Before the last backward of a rank only what it frees is there, and messages."""
     sizes = memory(program.placement.num_stages)
     for rank, row in enumerate(program.ranks):
         _, last = memory_over_time(program, sizes, rank)[-1]
         ends = [item for item in row if item.microbatch is not None and not item.peer]
         freed = sum(60 if part.kind.value == "W" else 100 for part in ends[-1].parts)
         assert last.saved == freed
+
+
+@settings(max_examples=40, deadline=None)
+@given(plan=plans())
+def test_everything_is_given_back(plan):
+    assert_given_back(compile_plan(plan).train)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan("1f1b", 4, 8, pairs=True), Plan("dualpipe_v", 2, 8, pairs=True)]
+)
+def test_fused_pairs_give_back_what_both_halves_have_taken(plan):
+    program = compile_plan(plan).train
+    assert any(item.halves for row in program.ranks for item in row)
+    assert_given_back(program)

@@ -262,3 +262,9 @@ def test_gradients_in_32_bits_need_no_wider_copy_for_the_update():
         memory = AnalyticCosts(STAGES[:1], MACHINE, sizes=sizes).table(program).memory
         assert memory is not None
         assert memory.step_temporaries == (wider,)
+
+
+def test_an_input_is_what_others_hand_over_and_not_all_that_they_give():
+    handed = ((0, 1, 1), (1, 2, 1))
+    assert table(handed=handed).stage_input == (0.0, 1 / 3, 0.0)
+    assert table().stage_input == (0.0, 2 / 3, 0.0)
