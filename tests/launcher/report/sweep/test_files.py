@@ -9,7 +9,7 @@ import pytest
 
 from launcher.report.rows import KIND_NAMES
 from launcher.report.sweep import files as module
-from launcher.report.sweep.files import report_sweep, sweep_html, write_sweep_html
+from launcher.report.sweep.files import job_line, report_sweep, sweep_html, write_sweep_html
 from launcher.report.sweep.sweep_jobs import make_sweep
 from tests.launcher.report.sweep.sweeps import job, simulated, trained
 
@@ -179,3 +179,10 @@ def test_the_script_comes_to_terms_with_kinds_that_it_does_not_know(tmp_path):
     places = [script.index(name) for name in names[:3]]
     assert places == sorted(places)
     assert names[3] in script
+
+
+def test_the_line_of_a_job_has_three_figures(tmp_path):
+    ended = trained(tmp_path, 0, "1f1b")
+    line = job_line(make_sweep([ended], [ended.overrides]), ended, 21.0)
+    assert line.endswith("; 21 s")
+    assert len(line.partition("  ")[2].removesuffix("; 21 s").split(", ")) == 3

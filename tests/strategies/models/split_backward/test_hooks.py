@@ -116,3 +116,36 @@ def test_first_gradients_are_new_tensors_laid_out_like_their_parameters():
         assert p.grad.stride() == p.stride()
         assert p.grad._base is None
         assert p.grad.data_ptr() != gradient.data_ptr()
+
+
+class Mixed(nn.Module):
+    """The first layer's weight is the sum of those of the two behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.log = []
+
+    def forward(self, x):
+        hidden = nn.functional.linear(x, self.a + self.b)
+        return nn.functional.linear(nn.functional.linear(hidden, self.b), self.a)
+
+
+def test_hooks_of_a_parameter_in_the_weights_of_several_layers_see_the_sum():
+    found = []
+    for split in (True, False):
+        torch.manual_seed(0)
+        net = Mixed().double()
+        for name, parameter in net.named_parameters():
+            parameter.register_hook(lambda grad, net=net, name=name: net.log.append((name, grad)))
+        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        y = net(x)
+        if split:
+            input_backward([y], [torch.ones_like(y)], [x]).run()
+        else:
+            torch.autograd.backward([y], [torch.ones_like(y)])
+        found.append(dict(net.log))
+        assert len(net.log) == 2
+    assert found[0].keys() == found[1].keys()
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, found[1][name])

@@ -99,6 +99,7 @@ _BASE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-si
         (_BASE + "--pipeline-model-parallel-size four", "a whole number"),
         (_BASE + "--pipeline-model-parallel-size $((2**99))", "no sum of numbers"),
         (_BASE + "--num-layers-per-virtual-pipeline-stage 2", "Try check.layers=32"),
+        (_BASE + "--num-layers 9", "--num-layers 9 is no multiple of 4 ranks"),
         (_BASE + "--num-layers 9 --num-layers-per-virtual-pipeline-stage 2", "--num-layers 16"),
         (_BASE + "--num-virtual-stages-per-pipeline-rank 2 "
          "--microbatch-group-size-per-virtual-pipeline-stage 3", "between 4 ranks and 8"),
@@ -111,6 +112,10 @@ _BASE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-si
 def test_what_megatron_would_not_run_is_told_with_its_place(text, told):
     with pytest.raises(PlanError, match=told):
         _read(text)
+
+
+def test_stages_may_have_other_numbers_of_layers_where_flags_say_so():
+    _read(_BASE + "--num-layers 9 --decoder-first-pipeline-num-layers 3")
 
 
 @pytest.mark.parametrize(
