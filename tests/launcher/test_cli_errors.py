@@ -226,7 +226,7 @@ FIRST_HOUR = [
     ("cluster.time=abc cluster=slurm cluster.submit=false", "Try cluster.time=24:00:00."),
     ("-m optimizer.lr=interval(1e-4,1e-2)", "sweep.trials=20"),
     ("sweep.trials=3", "Try -m sweep.trials=3"),
-    ("hardware.memory_gb=0", "more than 0"),
+    ("hardware.memory_gb=0", "more than 0. Try hardware.memory_gb="),
     ("hardware.memory_gb=80GiB", "Try hardware.memory_gb=80."),
     ("overlap.exchange=yes", "Try overlap.exchange=true."),
     ("model.name=llama2_7b", "Try model=llama2_7b."),
