@@ -7,17 +7,18 @@ training and validation losses as they fall, and how evenly the experts are used
 experts win, as they hold three times the weights; in few steps no expert has seen much.
 """
 
-# ruff: noqa: T201
-
 from __future__ import annotations
 
 import csv
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.table import Table
 
 NAMES = ("tiny", "tiny_moe")
 
@@ -52,19 +53,25 @@ def main() -> None:
             if "expert_imbalance" in rows[-1]
             else [],
         }
-    print(f"{steps} steps of 8 sequences of 128 bytes\n")
-    print("| model | parameters | active | FLOPs per step | first loss | mean of the last ten | "
-          "validation, as it fell |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|")
+    table = Table(
+        "model", "parameters", "active", "FLOPs per step", "first loss", "mean of the last ten",
+        "validation, as it fell",
+    )  # fmt: skip
     for name, each in found.items():
-        last = each["losses"][-10:]
-        print(
-            f"| {name} | {each['parameters']:,} | {each['active']:,} | {each['flops']:.3g} | "
-            f"{each['losses'][0]:.3f} | {sum(last) / len(last):.3f} | "
-            f"{' '.join(f'{loss:.3f}' for loss in each['validation'])} |"
+        table.add(
+            name,
+            f"{each['parameters']:,}",
+            f"{each['active']:,}",
+            f"{each['flops']:.3g}",
+            f"{each['losses'][0]:.3f}",
+            f"{statistics.mean(each['losses'][-10:]):.3f}",
+            " ".join(f"{loss:.3f}" for loss in each["validation"]),
         )
-    uneven = found["tiny_moe"]["imbalance"]
-    print(f"\nfullest expert over the mean, last steps: {sum(uneven) / len(uneven):.2f}")
+    uneven = statistics.mean(found["tiny_moe"]["imbalance"])
+    sys.stdout.write(
+        f"{steps} steps of 8 sequences of 128 bytes\n\n{table}\n\n"
+        f"fullest expert over the mean, last steps: {uneven:.2f}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Ends everything in flight."""
+        return None
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def _median(rounds: list[list[Found]], place: int, figure: str) -> float:
-    return statistics.median(getattr(found[place], figure) for found in rounds)
+    return float(statistics.median(getattr(found[place], figure) for found in rounds))
 
 
 if __name__ == "__main__":

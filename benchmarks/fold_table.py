@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.table import Table
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 
@@ -27,8 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16, 32], metavar="M")
     counts = parser.parse_args().microbatches
-    heads = " | ".join(f"{name}, overlap={overlap}" for name, overlap, _ in COLUMNS)
-    lines = [f"| v, m | {heads} | peak 1f1b / fifo / aiao |", "|---" * (len(COLUMNS) + 2) + "|"]
+    heads = (f"{name}, overlap={overlap}" for name, overlap, _ in COLUMNS)
+    table = Table("v, m", *heads, "peak 1f1b / fifo / aiao")
     for v, m in ((v, m) for v in (2, 4) for m in counts):
         cells, peaks = [], []
         for name, overlap, virtual in COLUMNS:
@@ -45,8 +46,8 @@ def main() -> None:
             cells.append(" / ".join(f"{span:g}" for span in spans))
             if name != "interleaved_1f1b":
                 peaks.append(f"{max(peak_activations(program)):g}")
-        lines.append(f"| {v}, {m} | {' | '.join(cells)} | {' / '.join(peaks)} |")
-    sys.stdout.write("\n".join(lines) + "\n")
+        table.add(f"{v}, {m}", *cells, " / ".join(peaks))
+    sys.stdout.write(f"{table}\n")
 
 
 if __name__ == "__main__":

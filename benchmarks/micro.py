@@ -284,12 +284,6 @@ MEASURES: Mapping[str, tuple[str, Callable[..., None], Mapping[str, object]]] = 
     ),
     "recorder": ("recording every instruction", _training("recorder"), {"steps": 200}),
     "recompute": ("recomputing a stage: time and bytes", _training("recompute"), {}),
-    "split_backward": ("F+I+W beside F+B of a stage", _training("split_backward"), {}),
-    "checkpoint": (
-        "a checkpoint of 600 MB, with training waiting and in a thread",
-        _training("checkpoint"),
-        {"folder": ""},
-    ),
 }
 
 

@@ -80,10 +80,11 @@ def run_rank(
                     engine.step()
             apart = {name: _difference(name, shares) for name in engines}
             times = in_turns(built, once, warmups=0, repetitions=repetitions)
-    return [
-        Cell(name, schedule, *zip(*times[name], strict=True), apart.get(name, 0.0))
-        for name in names
-    ]  # fmt: skip
+    cells = []
+    for name in names:
+        wall_s, cpu_s = zip(*times[name], strict=True)
+        cells.append(Cell(name, schedule, wall_s, cpu_s, apart.get(name, 0.0)))
+    return cells
 
 
 def _difference(name: str, shares: dict[str, Share]) -> float:

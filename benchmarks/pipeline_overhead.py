@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.emulation import Emulation
 from benchmarks.overhead_paths import critical_path, measured_costs, steady_period
@@ -75,7 +75,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Setting:
     """One schedule and number of microbatches; F in ms per rank and microbatch."""
 
     schedule: str
@@ -94,7 +94,7 @@ class Task:
         return found.place(shape).stages_per_microbatch
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """What a rank is asked for."""
         share = self.forward_ms / 1e3 / self.stages
         return {
@@ -106,49 +106,51 @@ class Task:
         }
 
 
-def measure(ranks: Ranks, task: Task, engines: Sequence[str]) -> list[Cell]:
+def measure(ranks: Ranks, setting: Setting, engines: Sequence[str]) -> list[Cell]:
     """All engines; what torch has no such schedule for, or cannot run, is left out."""
-    schedule, count = task.schedule, task.num_microbatches
+    schedule, count = setting.schedule, setting.num_microbatches
     theirs = schedule in SHARED
-    loaded = runs_ours(schedule, pp=task.ranks, num_microbatches=count)
+    loaded = runs_ours(schedule, pp=setting.ranks, num_microbatches=count)
     chosen = [
         e for e in engines if (e != "torch" or theirs) and (e != "torch_ours" or loaded)
     ]  # fmt: skip
-    found = ranks.run(run_task, engines=chosen, **task.options)
-    return [_cell(task, engine, [rank[engine] for rank in found]) for engine in chosen]
+    found = ranks.run(run_task, engines=chosen, **setting.options)
+    return [_cell(setting, engine, [rank[engine] for rank in found]) for engine in chosen]
 
 
-def measure_steady(ranks: Ranks, task: Task, clip: Literal["", "waits", "early"]) -> list[Cell]:
+def measure_steady(
+    ranks: Ranks, setting: Setting, clip: Literal["", "waits", "early"]
+) -> list[Cell]:
     """The period of our runtime; clipping only where there is no flush."""
-    schedule, count = task.schedule, task.num_microbatches
+    schedule, count = setting.schedule, setting.num_microbatches
     clip = "" if find_schedule(schedule).synchronous else clip
-    found = ranks.run(run_steady, clip=clip, **task.options)
+    found = ranks.run(run_steady, clip=clip, **setting.options)
     steps = [1e3 * max(each) for each in zip(*(rank.periods for rank in found), strict=True)]
     median = statistics.median(steps)
-    uniform = UniformCosts(task.forward_ms, 2 * task.forward_ms)
+    uniform = UniformCosts(setting.forward_ms, 2 * setting.forward_ms)
     path, predicted = (
-        steady_period(schedule, ranks=task.ranks, num_microbatches=count, costs=costs)
-        for costs in (uniform, measured_costs(found, task.stages))
+        steady_period(schedule, ranks=setting.ranks, num_microbatches=count, costs=costs)
+        for costs in (uniform, measured_costs(found, setting.stages))
     )
     ratio = median / path
     return [Cell(schedule, count, "ours", median, path, ratio, 0.0, tuple(steps), predicted)]
 
 
-def _cell(task: Task, engine: str, spans: Sequence[Spans]) -> Cell:
+def _cell(setting: Setting, engine: str, spans: Sequence[Spans]) -> Cell:
     """Brings one engine's ranks together."""
     steps = tuple(1e3 * took for took in spans[0].step_s)
     path = critical_path(
-        task.schedule,
-        ranks=task.ranks,
-        num_microbatches=task.num_microbatches,
-        forward=task.forward_ms,
+        setting.schedule,
+        ranks=setting.ranks,
+        num_microbatches=setting.num_microbatches,
+        forward=setting.forward_ms,
         order=spans[0].order,
     )
-    nominal = 3 * task.forward_ms * task.num_microbatches / 1e3
+    nominal = 3 * setting.forward_ms * setting.num_microbatches / 1e3
     busy = furthest(statistics.median(span.busy_s) / nominal - 1 for span in spans)
     median = statistics.median(steps)
     return Cell(
-        task.schedule, task.num_microbatches, engine, median, path, median / path, busy, steps
+        setting.schedule, setting.num_microbatches, engine, median, path, median / path, busy, steps
     )
 
 
@@ -196,11 +198,13 @@ def main() -> None:
         with rank_pool(given.ranks, realtime=given.realtime) as ranks:
             for schedule in schedules:
                 for count in given.microbatches:
-                    task = Task(schedule, count, given.ranks, given.forward_ms, given.repetitions)
+                    setting = Setting(
+                        schedule, count, given.ranks, given.forward_ms, given.repetitions
+                    )
                     cells += (
-                        measure_steady(ranks, task, given.clip)
+                        measure_steady(ranks, setting, given.clip)
                         if given.steady
-                        else measure(ranks, task, given.engines)
+                        else measure(ranks, setting, given.engines)
                     )
     except PlanError as error:
         sys.exit(f"pipeline_overhead: {error}")

@@ -143,7 +143,8 @@ def main() -> None:
     answers = []
     for name in given.names or QUESTIONS:
         answers.append(answer(name, QUESTIONS[name].split()))
-        print(line(answers[-1], before.get(name)), flush=True)  # noqa: T201
+        sys.stdout.write(f"{line(answers[-1], before.get(name))}\n")
+        sys.stdout.flush()
         if given.json is not None:
             given.json.write_text(json.dumps([asdict(each) for each in answers], indent=1))
 

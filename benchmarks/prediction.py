@@ -1,6 +1,6 @@
-"""Predicted against measured: step time and memory of many configurations, as table and picture.
+"""Predicted against measured: step time and memory of many configurations.
 
-    python -m benchmarks.prediction [--part emulated|real] [--steps 10] [--out DIR]
+    python -m benchmarks.prediction [--part emulated|real] [--steps 10]
 
 Two parts, each over schedules x recompute x microbatches x microbatch size:
 
@@ -21,10 +21,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks import prediction_emulated, prediction_real
+from benchmarks.table import Table, kendall_tau
+from benchmarks.trained import memory_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +65,26 @@ class Row:
     @property
     def memory_error(self) -> float | None:
         """Of the rank that is worst predicted."""
-        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
-        errors = [predicted / measured - 1.0 for predicted, measured in pairs if measured]
-        return max(errors, key=abs, default=None)
+        return memory_error(self.predicted_bytes, self.measured_bytes)
 
 
-def kendall_tau(first: list[float], second: list[float]) -> float:
-    """Pairs in the same order minus pairs in opposite orders, over all pairs.
-
-    >>> kendall_tau([1, 2, 3], [2, 4, 3])
-    0.3333333333333333
-    """
-    total = 0
-    places = range(len(first))
-    for i in places:
-        for j in range(i):
-            product = (first[i] - first[j]) * (second[i] - second[j])
-            total += (product > 0) - (product < 0)
-    return total / (len(first) * (len(first) - 1) / 2)
+_HEADS = (
+    "part", "schedule, recompute, microbatches x size", "predicted ms", "measured ms", "error",
+    "of compute alone", "memory error",
+)  # fmt: skip
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown: a line per configuration, then the summary."""
-    lines = [
-        "| part | schedule, recompute, microbatches x size | predicted ms | measured ms | error "
-        "| of compute alone | memory error |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        memory = "" if row.memory_error is None else f"{row.memory_error:+.1%}"
-        lines.append(
-            f"| {row.part} | {row.name} | {row.predicted_s * 1e3:.1f} | "
-            f"{row.measured_s * 1e3:.1f} | {row.error:+.1%} | {row.compute_error:+.1%} | {memory} |"
-        )
-    return "\n".join(lines)
+def add(table: Table, row: Row) -> str:
+    """A line of a configuration."""
+    return table.add(
+        row.part,
+        row.name,
+        f"{row.predicted_s * 1e3:.1f}",
+        f"{row.measured_s * 1e3:.1f}",
+        f"{row.error:+.1%}",
+        f"{row.compute_error:+.1%}",
+        "" if row.memory_error is None else f"{row.memory_error:+.1%}",
+    )
 
 
 def summary(rows: list[Row]) -> str:
@@ -114,36 +101,8 @@ def summary(rows: list[Row]) -> str:
     return text
 
 
-def scatter(rows: list[Row], path: Path) -> None:
-    """Measured over predicted step time, both logarithmic; on the line they are equal."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5, 5))
-    for part, colour in (("emulated", "#0072b2"), ("real", "#d55e00")):
-        own = [row for row in rows if row.part == part]
-        if own:
-            axes.scatter(
-                [row.predicted_s * 1e3 for row in own],
-                [row.measured_s * 1e3 for row in own],
-                s=14,
-                color=colour,
-                label=summary(own).partition("; ")[0].replace(", step", ",\nstep"),
-            )
-    low = min(min(row.predicted_s, row.measured_s) for row in rows) * 900
-    high = max(max(row.predicted_s, row.measured_s) for row in rows) * 1100
-    axes.plot([low, high], [low, high], color="#888888", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="predicted step (ms)", ylabel="measured step (ms)")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def main() -> None:
-    """Prints the table and the summary; writes both and the picture with ``--out``."""
+    """Prints the table and the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("emulated", "real"))
     parser.add_argument("--steps", type=int, default=10)
@@ -153,7 +112,6 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=128, help="of its tokens")
     parser.add_argument("--iterations", type=int, default=20, help="of its mode=profile")
     parser.add_argument("--quick", action="store_true", help="a few configurations only")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     shape = {**prediction_real.SHAPE, "layers": given.layers, "sequence": given.sequence}
     real = {"rounds": given.rounds, "shape": shape, "iterations": given.iterations}
@@ -162,18 +120,14 @@ def main() -> None:
         "real": partial(prediction_real.measure, **real),
     }
     rows: list[Row] = []
+    table = Table(*_HEADS)
     for part, measure in parts.items():
         if given.part in (None, part):
             for entry in measure(steps=given.steps, quick=given.quick):
                 rows.append(Row(part, *entry))
-                sys.stderr.write(f"{table(rows[-1:]).splitlines()[-1]}\n")
+                sys.stderr.write(f"{add(table, rows[-1])}\n")
     summaries = [summary(own) for p in parts if (own := [row for row in rows if row.part == p])]
-    text = "\n".join([table(rows), "", *summaries])
-    sys.stdout.write(text + "\n")
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "prediction.md").write_text(text + "\n")
-        scatter(rows, given.out / "prediction.png")
+    sys.stdout.write("\n".join([str(table), "", *summaries, ""]))
 
 
 if __name__ == "__main__":

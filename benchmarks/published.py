@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.prediction import kendall_tau
 from benchmarks.published_run import Prediction, predict_run, read_runs
+from benchmarks.table import Table, furthest, kendall_tau
 from launcher.compose.session import hydra_session
 from strategies.compiler import compile_plan
 
@@ -53,52 +53,44 @@ def report(predictions: Sequence[Prediction], *, rows: bool = False) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def mean_error(predictions: Iterable[Prediction]) -> float:
-    """MAPE of the step times."""
-    errors = [abs(p.error) for p in predictions if p.error is not None]
-    return sum(errors) / len(errors)
-
-
 def _errors(predictions: Sequence[Prediction], title: str, by: Callable[[Prediction], str]) -> str:
-    lines = [
-        f"| {title} | runs | step time MAPE | signed | worst | runs with memory | memory MAPE "
-        "| signed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = Table(
+        title, "runs", "step time MAPE", "signed", "worst", "runs with memory", "memory MAPE",
+        "signed",
+    )  # fmt: skip
     for name in sorted({by(p) for p in predictions}):
         group = [p for p in predictions if by(p) == name]
         times = [p.error for p in group if p.error is not None]
         held = [p.memory_error for p in group if p.memory_error is not None]
-        lines.append(f"| {name} | {_summary(times, worst=True)} | {_summary(held)} |")
-    return "\n".join(lines)
+        table.add(name, *_summary(times), *_summary(held)[:3])
+    return str(table)
 
 
-def _summary(errors: Sequence[float], *, worst: bool = False) -> str:
+def _summary(errors: Sequence[float]) -> tuple[str, str, str, str]:
+    """Their number, MAPE, the signed mean, and the worst one."""
     if not errors:
-        return "0 | | " + ("| " if worst else "")
-    count = len(errors)
-    text = f"{count} | {sum(map(abs, errors)) / count:.1%} | {sum(errors) / count:+.1%}"
-    return f"{text} | {max(errors, key=abs):+.1%}" if worst else text
+        return "0", "", "", ""
+    count, worst = len(errors), furthest(errors)
+    mape, mean = sum(map(abs, errors)) / count, sum(errors) / count
+    return str(count), f"{mape:.1%}", f"{mean:+.1%}", f"{worst:+.1%}"
 
 
 def _ranks(predictions: Sequence[Prediction]) -> str:
     """Tau of each table of three runs and more."""
-    lines = ["| table | runs | Kendall tau |", "|---|---|---|"]
+    table = Table("table", "runs", "Kendall tau")
     found: dict[str, list[float]] = {}
     for name in sorted({p.run.group for p in predictions}):
-        speeds = [p.speeds() for p in predictions if p.run.group == name and p.error is not None]
-        if len(speeds) < 3:
+        group = [p for p in predictions if p.run.group == name and p.error is not None]
+        if len(group) < 3:
             continue
-        tau = kendall_tau([first for first, _ in speeds], [second for _, second in speeds])
-        lines.append(f"| {name} | {len(speeds)} | {tau:+.2f} |")
-        source = next(p.run.source for p in predictions if p.run.group == name)
-        found.setdefault(source, []).append(tau)
+        tau = kendall_tau(*zip(*(p.speeds() for p in group), strict=True))
+        table.add(name, len(group), f"{tau:+.2f}")
+        found.setdefault(group[0].run.source, []).append(tau)
     for source, taus in found.items():
         if len(taus) > 1:
-            lines.append(
-                f"| mean of {source} | {len(taus)} tables | {sum(taus) / len(taus):+.2f} |"
-            )
-    return "\n".join(lines) if len(lines) > 2 else ""
+            mean = sum(taus) / len(taus)
+            table.add(f"mean of {source}", f"{len(taus)} tables", f"{mean:+.2f}")
+    return str(table) if len(table) else ""
 
 
 def _verdicts(predictions: Sequence[Prediction]) -> str:
@@ -116,21 +108,22 @@ def _verdicts(predictions: Sequence[Prediction]) -> str:
 
 
 def _rows(predictions: Sequence[Prediction]) -> str:
-    lines = [
-        "| run | card | measured s | predicted s | error | measured GB | predicted GB | error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = Table(
+        "run", "card", "measured s", "predicted s", "error", "measured GB", "predicted GB", "error"
+    )
     for p in predictions:
-        measured = f"{p.run.step_s:.4g}" if p.run.step_s else ""
-        error = "" if p.error is None else f"{p.error:+.1%}"
         held = f"{p.run.memory_bytes / 1e9:.1f}" if p.run.memory_bytes else ""
-        held = "did not fit" if p.run.fits is False else held
-        off = "" if p.memory_error is None else f"{p.memory_error:+.1%}"
-        lines.append(
-            f"| {p.run.name} | {p.run.hardware} | {measured} | {p.step_s:.4g} | {error} | {held} "
-            f"| {p.memory_bytes / 1e9:.1f} | {off} |"
+        table.add(
+            p.run.name,
+            p.run.hardware,
+            f"{p.run.step_s:.4g}" if p.run.step_s else "",
+            f"{p.step_s:.4g}",
+            "" if p.error is None else f"{p.error:+.1%}",
+            "did not fit" if p.run.fits is False else held,
+            f"{p.memory_bytes / 1e9:.1f}",
+            "" if p.memory_error is None else f"{p.memory_error:+.1%}",
         )
-    return "\n".join(lines)
+    return str(table)
 
 
 def main() -> None:
