@@ -27,7 +27,7 @@ from strategies.models.replay.path import Position
 from strategies.models.replay.rows.value_plan import Share
 from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.replay.rows.whole_values import Dealer, FewRowsError, Step
-from strategies.models.state import Generators, TorchState, kept_generators, torch_state
+from strategies.models.state import Generators, TorchState, kept_generators, seed_torch, torch_state
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.runtime.messages.mesh import Coordinates
@@ -183,7 +183,7 @@ class WholeDraws:
         self.behind = torch_state()  # From here on microbatches draw, each for itself.
         if self._seeded:
             with kept_generators():
-                torch.manual_seed(seed)
+                seed_torch(seed)
                 self.behind = torch_state()
         if dealer is None:
             return None

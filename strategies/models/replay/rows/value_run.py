@@ -36,7 +36,7 @@ from strategies.models.replay.rows.value_plan import (
     bounds_of,
 )
 from strategies.models.replay.shape_mode import ShapeMode
-from strategies.models.state import Generators, cuda_is_used, kept_generators
+from strategies.models.state import Generators, kept_generators, seed_torch
 
 _INDEXING = """
     __getitem__ __setitem__ index_select gather take_along_dim index_add index_add_ index_copy
@@ -238,9 +238,7 @@ def _make_neutral(func: Function, result: Tensor) -> None:
 
 def seed_all(seed: int) -> None:
     """All generators, without a word to Lightning."""
-    torch.default_generator.manual_seed(seed)
-    if cuda_is_used():  # Else torch notes the seed, and the stack of calls, for its first use.
-        torch.cuda.manual_seed_all(seed)
+    seed_torch(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
