@@ -54,7 +54,7 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ),
     ("", "python -m launcher doctor"): "measures for seconds; tests/launcher/tools/test_doctor.py",
     ("docs/guides/sweeps.md", "python -m launcher -m sweep.trials="): (
-        "needs Optuna, which dev has not; tests/launcher/test_search.py"
+        "searches for minutes; tests/launcher/test_search.py"
     ),
 }
 

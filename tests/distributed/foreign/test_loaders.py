@@ -129,13 +129,10 @@ class TwoValidations(Net):
             self.log("mean", self.net(batch["x"]).mean(), sync_dist=True)
 
 
-SEVERAL = [
-    Pairs, Lists, Nested, Cycled, Shortest, Longest, Unequal, Indivisible, Transferred,
-    TwoValidations,
-]  # fmt: skip
+SEVERAL = [Pairs, Nested, Cycled, Longest, Indivisible, TwoValidations]
 
 
-@spread(SEVERAL)
+@spread(SEVERAL, seldom=[Lists, Shortest, Unequal, Transferred])
 def test_batches_of_several_loaders_are_cut_each_by_its_own_rows(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -335,7 +332,7 @@ class LoaderAlone(Net):
         self.log("loss", loss * (1 + dataloader_idx), sync_dist=True)
 
 
-@spread([BatchAlone, BatchAndKeywords, AllArguments, OtherNames, LoaderAlone])
+@spread([BatchAlone, AllArguments, LoaderAlone], seldom=[BatchAndKeywords, OtherNames])
 def test_a_step_gets_the_arguments_that_lightning_gives_it(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

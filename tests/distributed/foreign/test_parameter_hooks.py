@@ -517,8 +517,8 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 
 
 EVERYDAY = (
-    "byol", "dino", "mean_teacher", "clipped_groups", "own_clipping", "norms_logged", "late_touch",
-    "by_hand", "saves", "recurrent", "own_backward", "swa", "ema", "freezing_middle", "finetuning",
+    "byol", "mean_teacher", "own_clipping", "norms_logged", "late_touch", "by_hand", "saves",
+    "own_backward", "swa", "ema", "freezing_middle", "finetuning",
 )  # fmt: skip
 
 

@@ -341,15 +341,13 @@ class Reseeds(Net):
 @spread(
     [
         GradientHook,
-        GradientHookBefore,
         ValueHook,
         HookAtStart,
-        HookOnAll,
         SparseBetween,
-        TakesFromBatch,
         PutsIntoBatch,
         Reseeds,
-    ]
+    ],
+    seldom=[GradientHookBefore, HookOnAll, TakesFromBatch],
 )
 def test_what_a_step_does_besides_comes_to_the_same(
     ranks: Callable[[int], Ranks], case: type[Net], layout: str
@@ -596,12 +594,12 @@ class Started(Net):
 
 
 PATTERNS = [
-    Autoencoder, ManyKinds, Policy, Checkpointed, Configured, Rates, Progress, HeadAlone,
-    HeadUpdated, Sparse, Objects, Recorded, Hooked, Distilled, Yielding, Started,
+    Autoencoder, Policy, Checkpointed, Configured, Rates, Progress, HeadAlone, Sparse, Recorded,
+    Hooked, Distilled, Started,
 ]  # fmt: skip
 
 
-@spread(PATTERNS)
+@spread(PATTERNS, seldom=[ManyKinds, HeadUpdated, Objects, Yielding])
 def test_a_step_comes_to_what_it_comes_to_without_a_pipeline(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

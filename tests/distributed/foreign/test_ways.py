@@ -297,10 +297,10 @@ class SkipLater(Adam):
 
 @spread(
     [
-        *(LossLater, MiddleLeftOut, OtherOperations, Switched, HeadBetween, Counted),
-        *(LogsNowAndThen, InForward, PenaltyLater, HeadsInTurn, SkipLater),
+        *(LossLater, MiddleLeftOut, Switched, HeadBetween, Counted),
+        *(LogsNowAndThen, PenaltyLater, SkipLater),
     ],
-    seldom=[ByContents, Frozen, ProbedFirst],
+    seldom=[ByContents, Frozen, ProbedFirst, OtherOperations, InForward, HeadsInTurn],
 )
 def test_each_way_trains_as_under_stock_lightning(
     ranks: Callable[[int], Ranks], case: Any, layout: str

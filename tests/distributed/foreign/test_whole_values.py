@@ -298,16 +298,13 @@ def advantages() -> pl.LightningModule:
     [
         vae,
         diffusion,
-        distribution,
-        in_place,
         Kept,
-        Views,
         Sorted,
-        Places,
         OwnGenerator,
         Dropped,
         Recurrent,
-    ]
+    ],
+    seldom=[distribution, in_place, Views, Places],
 )
 def test_noise_is_drawn_for_all_rows_at_once(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
