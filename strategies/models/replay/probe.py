@@ -77,6 +77,7 @@ class Record:
     writes: list[tuple[int, Any]] = field(default_factory=list)
     uncuttable: list[tuple[int, int, str]] = field(default_factory=list)
     deferred: list[tuple[int, str]] = field(default_factory=list)
+    written: dict[int, str] = field(default_factory=dict)  # buffers, by which of ``deferred``
     collectives: list[tuple[int, str]] = field(default_factory=list)
     left: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
     refused: ModelError | None = None  # for those who make an error of their own of it
@@ -385,6 +386,7 @@ class Probe(ShapeMode):
             if isinstance(tensor, Hole):
                 continue
             if id(tensor) in self._buffers:
+                self.record.written[len(self.record.deferred)] = self._buffers[id(tensor)]
                 self._defer(
                     f"{name} writes a value of another stage into {self._buffers[id(tensor)]}"
                 )

@@ -38,7 +38,13 @@ from strategies.models.replay.side_effects import (
     hooks_at_rest,
     install_capturing,
 )
-from strategies.models.replay.unit_search import alike, has_branches, select_units, units_to_open
+from strategies.models.replay.unit_search import (
+    alike,
+    has_branches,
+    keeper_of,
+    select_units,
+    units_to_open,
+)
 from strategies.models.stage_model import STEP_NAMES, Mode
 from strategies.models.state import Generators, own_generators
 from strategies.models.step_places import ABSENT
@@ -107,9 +113,10 @@ def _probe_units(
 ) -> Probed:
     table = ParameterTable(module, batch_device(batch, module))
     opened: frozenset[str] = frozenset()
+    keepers: frozenset[str] = frozenset()
     opens = True
     while True:
-        units = select_units(module, chain, opened)
+        units = select_units(module, chain, opened, keepers)
         cache: dict[Hashable, Outcome] = {}
         inside = alike(units) if opens else {}
         try:
@@ -119,7 +126,11 @@ def _probe_units(
         except LeakError as leak:
             opened |= inside[leak.unit]
             continue
-        except ModelError:
+        except ModelError as error:
+            keeper = keeper_of(module, error.buffer) if isinstance(error, _LookError) else ""
+            if keeper and keeper not in keepers:
+                keepers |= {keeper}  # It keeps something of its inputs (a codebook).
+                continue
             if not opens or not opened:
                 raise
             # What those units do inside needs data; as a whole they may be cut somewhere else.
@@ -218,6 +229,14 @@ def run_probe(
                 return found
             raise
         turned.append(last)
+
+
+class _LookError(ModelError):
+    """A step looks at a value between layers; where it writes it into a buffer, that is named."""
+
+    def __init__(self, buffer: str, message: str) -> None:
+        super().__init__(message)
+        self.buffer = buffer
 
 
 class _StoppedError(Exception):
@@ -459,12 +478,13 @@ def _make_path(record: Record, names: tuple[str, ...], *, step: str, clones_batc
                 "that line. Do it after the last layer, inside a layer with parameters, or on the "
                 "batch itself."
             )
-    for call, what in record.deferred:
+    for number, (call, what) in enumerate(record.deferred):
         if call < num_calls:
-            raise ModelError(
+            raise _LookError(
+                record.written.get(number, ""),
                 f"{what}, before the last layer of {step} has run. Only the stage that computes a "
                 "value can look at it (item, numpy, a Python branch). Keep it a tensor "
-                "(torch.where, masks), do it after the last layer, or log the tensor itself."
+                "(torch.where, masks), do it after the last layer, or log the tensor itself.",
             )
     cuts: list[Cut | str] = [Cut((0, 0), ())]
     cuts.extend(_choose(record, call) for call in range(1, num_calls + 1))

@@ -100,6 +100,7 @@ class ShapeMode(TorchFunctionMode):
         self._twins: dict[int, Tensor] = {}
         self._inside: int | None = None
         self._packings = 0
+        self._turned: list[tuple[Tensor, Tensor]] = []  # inside a layer, and what they were before
         # Tensors carry this mark; the mode itself would keep everything it knows alive.
         self._token = object()
 
@@ -289,6 +290,8 @@ class ShapeMode(TorchFunctionMode):
             except Exception as error:
                 exact = False
                 arguments.restore()
+                for turned, tensor in self._turned:
+                    exchange(turned, tensor)
                 try:
                     result = run_on_made_up_data(module, forward, args, kwargs, self._device, call)
                 except ModelError:
@@ -297,6 +300,7 @@ class ShapeMode(TorchFunctionMode):
                     raise error from second
         finally:
             self._inside = None
+            self._turned.clear()
         outcome, holes = self._describe_unit(module, result, given, before, exact, call)
         return replace(outcome, packs=self._packings > packings), holes
 
@@ -354,7 +358,10 @@ class ShapeMode(TorchFunctionMode):
 
     def _turn_into_hole(self, tensor: Tensor, spec: Spec) -> None:
         if not isinstance(tensor, Hole):
-            exchange(tensor, Hole(spec, None, self))
+            before = Hole(spec, None, self)
+            exchange(tensor, before)
+            if self._inside is not None:
+                self._turned.append((tensor, before))
         elif tensor.spec != spec and tensor.parameter is None:
             changed = Hole(spec, tensor._meta, self)
             changed.unit, changed.value = tensor.unit, tensor.value

@@ -46,12 +46,22 @@ def alike(units: dict[str, nn.Module]) -> dict[int, frozenset[str]]:
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+def keeper_of(module: nn.Module, buffer: str) -> str:
+    """The outermost module around a buffer, by their names, that has no parameters; "" if none."""
+    names = buffer.split(".")[:-1]
+    inside = (".".join(names[: depth + 1]) for depth in range(len(names)))
+    return next((n for n in inside if not _has_parameters(module.get_submodule(n))), "")
+
+
 def select_units(
-    module: nn.Module, chain: str | None, opened: frozenset[str]
+    module: nn.Module,
+    chain: str | None,
+    opened: frozenset[str],
+    keepers: frozenset[str] = frozenset(),
 ) -> dict[str, nn.Module]:
     """Chooses the units of ``module`` by their global names, in registration order.
 
-    A module without parameters is no unit: it runs on every stage. Parameters that belong to a
+    A module without parameters is no unit, but for ``keepers``: it runs on every stage. Parameters that belong to a
     module above the units (position tables, class tokens) are found by the probe where used. The
     children of ``chain`` are units whatever they contain; ``opened`` modules are none although
     they look like it, but their children are.
@@ -69,7 +79,7 @@ def select_units(
                 f"{', '.join(others) or 'none'}."
             )
     first: dict[int, tuple[str, nn.Module]] = {}
-    for name, unit in _select(module, "", forced, opened):
+    for name, unit in _select(module, "", forced, opened, keepers):
         first.setdefault(id(unit), (name, unit))
     if not first and not _has_parameters(module):
         raise ModelError(
@@ -80,11 +90,17 @@ def select_units(
 
 
 def _select(
-    module: nn.Module, name: str, forced: nn.Module | None, opened: frozenset[str]
+    module: nn.Module,
+    name: str,
+    forced: nn.Module | None,
+    opened: frozenset[str],
+    keepers: frozenset[str],
 ) -> Iterator[tuple[str, nn.Module]]:
     repeated = _repeated_children(module, forced)
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
+        if path in keepers:
+            yield path, child
         if not _has_parameters(child):
             continue
         contains_forced = forced is not None and any(m is forced for m in child.modules())
@@ -92,7 +108,7 @@ def _select(
         if whole and not contains_forced and path not in opened:
             yield path, child
         else:
-            yield from _select(child, path, forced, opened)
+            yield from _select(child, path, forced, opened, keepers)
 
 
 def _repeated_children(module: nn.Module, forced: nn.Module | None) -> frozenset[str]:
