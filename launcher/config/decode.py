@@ -119,11 +119,13 @@ def _typed_value(value: object, hint: object, path: str, entry: Key) -> object:
     shown = f"'{value}'" if meant is not None and meant == value else shorten(value)
     several = _several(value) if kinds & {int, float} else None
     other = f", or -m {path}={several} for one run each" if several else ""
-    raise KeyPlaceError(
-        f"{path}={shown}: expected {describe(hint)}. Try {path}={hinted}{other}.", path
-    )
+    wrong = f"{path}={shown}: expected {describe(hint)}"
+    if len(words) > _MOST_LISTED and (meant or near):
+        wrong = f"{path}={shown} does not exist"
+    raise KeyPlaceError(f"{wrong}. Try {path}={hinted}{other}.", path)
 
 
+_MOST_LISTED = 8
 _NOTHING = ("none", "null", "off", "never", "no", "false", "all", "inf", "infinity", "unlimited")
 
 

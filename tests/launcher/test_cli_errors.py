@@ -214,7 +214,7 @@ FIRST_HOUR = [
     ("batch_size=8", "Try data.global_batch_size=64"),
     ("seed=-1", "at least 0"),
     ("mode=fit", "Try mode=train."),
-    ("mode=test", "Try mode=eval."),
+    ("mode=test", "mode=test does not exist. Try mode=eval."),
     ("mode=sample", "Try mode=generate."),
     ("compile=yes", "Try compile=true."),
     ("overlap=true", "Options of overlap: grad_reduce, none, zero1."),

@@ -97,6 +97,8 @@ def steps_refused(
     changes = [(vars(module), name, _Stepping(name)) for name in _BY_HAND if module is not None]
     for each in (each for found in steppers if type(found) is list for each in found):
         stepper = getattr(each, "scheduler", each)
+        groups = getattr(stepper, "param_groups", ())
+        changes += [(vars(stepper), "param_groups", [*map(_Rates, groups)])] if groups else []
         kind = type(getattr(stepper, "_optimizer", stepper)).__name__
         changes += [
             (vars(stepper), name, _Stepping(f"{kind}.{name}"))
@@ -104,6 +106,16 @@ def steps_refused(
             if hasattr(stepper, name)
         ]
     return changes
+
+
+class _Rates(dict[str, Any]):
+    """A group of an optimizer, of which an automatic step must not change the rate."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise stepping(f"sets {name} of an optimizer")
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise stepping("sets values of an optimizer")
 
 
 _BY_HAND = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")

@@ -61,10 +61,10 @@ def select_units(
 ) -> dict[str, nn.Module]:
     """Chooses the units of ``module`` by their global names, in registration order.
 
-    A module without parameters is no unit, but for ``keepers``: it runs on every stage. Parameters that belong to a
-    module above the units (position tables, class tokens) are found by the probe where used. The
-    children of ``chain`` are units whatever they contain; ``opened`` modules are none although
-    they look like it, but their children are.
+    A module without parameters is no unit, but for ``keepers``: it runs on every stage. Parameters
+    that belong to a module above the units (position tables, class tokens) are found by the probe
+    where used. The children of ``chain`` are units whatever they contain; ``opened`` modules are
+    none although they look like it, but their children are.
 
     Raises:
         ModelError: If ``chain`` names no container, or there is no parameter at all.

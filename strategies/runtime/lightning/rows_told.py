@@ -6,12 +6,14 @@ That is said once, when it is known: of layers at the first batch, of the loss b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import TreeSpec
 
-from strategies.runtime.step.microbatch import share_sizes
+from strategies.runtime.step.microbatch import count_rows, row_lists, share_sizes
 
 
 class RowsTold:
@@ -24,7 +26,7 @@ class RowsTold:
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
         self._logs_told = self._lost_told = self._gathered_told = False
-        self._kept_told = self._batch_told = False
+        self._kept_told = self._batch_told = self._lists_told = False
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -38,6 +40,21 @@ class RowsTold:
             f"{self._hooked[0]} has a hook (register_hook), which sees the gradient of each "
             f"microbatch of {first} rows, not that of the {rows} of a batch: a factor comes to the "
             "same, a limit does not. on_before_optimizer_step sees the batch's gradient."
+        )
+
+    def lists(self, batch: Any, loaders: TreeSpec | None, num_microbatches: int) -> str | None:
+        """Of lists in the first batch that are as long as it has rows, maybe by accident."""
+        if self._lists_told:
+            return None
+        self._lists_told = True
+        rows, found = count_rows(batch, loaders), row_lists(batch, loaders)
+        if not found or num_microbatches == 1 or rows == 1:
+            return None
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return (
+            f"{found[0]}{others} has {rows} entries, as many as the batch has rows: a microbatch "
+            "gets those of its rows. What is no list of rows (names of classes) belongs on the "
+            "module, or as a dict in the batch."
         )
 
     def layers(self, rows: int, num_microbatches: int) -> str | None:

@@ -262,8 +262,11 @@ class PipelineStrategy(SetupStrategy):
         self._heartbeat.step(trainer.global_step + 1)
         if self.is_global_zero:
             rows = count_rows(batch, self._loaders)
-            self._tell(self._rows_told.layers(rows, self._plan.num_microbatches))
-            self._tell(self._rows_told.hooks(rows, self._plan.num_microbatches))
+            count = self._plan.num_microbatches
+            if not self.engine.model.uncut:
+                self._tell(self._rows_told.lists(batch, self._loaders, count))
+                self._tell(self._rows_told.layers(rows, count))
+                self._tell(self._rows_told.hooks(rows, count))
         if self._manual is not None:
             with self.precision_plugin.train_step_context():
                 result = self._by_hand(batch, batch_idx)

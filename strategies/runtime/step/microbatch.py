@@ -117,6 +117,27 @@ def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
     return rows
 
 
+def row_lists(batch: Any, loaders: TreeSpec | None = None) -> list[str]:
+    """Where in a batch lists are that have as many entries as it has rows, as a user writes it."""
+    rows = count_rows(batch, loaders)
+    found: list[str] = []
+
+    def look(value: Any, place: str, top: bool = False) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                look(item, f"{place}[{key!r}]")
+        elif isinstance(value, list | tuple):
+            plain = not list_tensors(value) and len(value) == rows
+            if plain or (not top and _has_an_entry_per_row(value, rows)):
+                found.append(place)
+                return
+            for number, item in enumerate(value):
+                look(item, f"{place}[{number}]")
+
+    look(batch, "batch", top=True)
+    return found
+
+
 def _sizes(batch: Any) -> Counter[int]:
     lists: list[Any] = []
     found = Counter(_lengths(_outside(batch, lists, top=True)))

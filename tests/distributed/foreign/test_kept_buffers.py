@@ -52,7 +52,7 @@ class Rounded(Net):
     def __init__(self) -> None:
         super().__init__()
         given = {"observer": MovingAverageMinMaxObserver, "quant_min": 0, "quant_max": 255}
-        self.first, self.second = FakeQuantize(**given), FakeQuantize(**given)
+        self.first, self.second = (FakeQuantize(**given) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(self.net[:4](x).float()).to(x)

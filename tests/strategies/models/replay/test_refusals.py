@@ -1,5 +1,6 @@
 """Every refusal is one ModelError with the user's line and what to change."""
 
+import operator
 import re
 from types import SimpleNamespace
 
@@ -438,6 +439,10 @@ class Stepping(Stack):
         return loss
 
 
+def rates(self):
+    return self.trainer.strategy._optimizers[0].param_groups[0]
+
+
 STEPPING = {
     "grad": lambda self, loss: self.head.weight.grad,
     "grad_of_a_layer": lambda self, loss: [p.grad for p in self.layers[0].parameters()],
@@ -446,6 +451,8 @@ STEPPING = {
     "SGD.zero_grad": lambda self, loss: self.trainer.strategy._optimizers[0].zero_grad(),
     "SGD.step": lambda self, loss: self.trainer.strategy._optimizers[0].step(),
     "StepLR.step": lambda self, loss: self.lr_schedulers().step(),
+    "lr": lambda self, loss: operator.setitem(rates(self), "lr", 0.3),
+    "values": lambda self, loss: rates(self).update(lr=0.3),
     "manual_backward": lambda self, loss: self.manual_backward(loss),
     "toggle_optimizer": lambda self, loss: self.toggle_optimizer(None),
     "untoggle_optimizer": lambda self, loss: self.untoggle_optimizer(None),
@@ -470,7 +477,9 @@ def test_what_is_done_once_per_batch_is_refused_in_an_automatic_step(what):
     module = with_optimizer(STEPPING[what])
     before = dict(vars(module._trainer.strategy._optimizers[0]))
     found = refusal(module)
-    assert re.match(rf"{HERE}:\d+: a step (reads or changes gradients|calls {what})", found)
+    assert re.match(
+        rf"{HERE}:\d+: a step (reads or changes gradients|calls {what}|sets {what} of an)", found
+    )
     assert "automatic_optimization = False" in found
     assert vars(module._trainer.strategy._optimizers[0]) == before
 

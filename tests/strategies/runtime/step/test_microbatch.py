@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch.utils._pytree import tree_flatten
 
 from strategies.errors import ModelError
-from strategies.runtime.step.microbatch import concatenate, count_rows, share_sizes, split_batch
+from strategies.runtime.lightning.rows_told import RowsTold
+from strategies.runtime.step.microbatch import (
+    concatenate,
+    count_rows,
+    row_lists,
+    share_sizes,
+    split_batch,
+)
 
 ROWS = (3, 2, 2)
 
@@ -46,6 +54,17 @@ def test_lists_of_boxes_are_cut_with_the_rows_and_columns_as_columns() -> None:
     assert [box.shape for box in first.data["boxes"]] == [(1, 4), (2, 4)]
     assert [int(record["label"]) for record in first.data["records"]] == [0, 1]
     assert [view.shape for view in first.data["views"]] == [(2, 2), (2, 3)]
+
+
+def test_lists_that_are_as_long_as_the_batch_are_named() -> None:
+    boxes = [torch.zeros(1 + row, 4) for row in range(3)]
+    batch = {"x": torch.zeros(3, 5), "classes": ["cat", "dog", "bird"], "n": [boxes, [1, 2]]}
+    assert row_lists(batch) == ["batch['classes']", "batch['n'][0]"]
+    assert row_lists([torch.zeros(3, 2), torch.zeros(3)]) == []
+    told = RowsTold(LightningModule())
+    said = str(told.lists(batch, None, 2))
+    assert said.startswith("batch['classes'] and 1 more has 3 entries, as many as the batch has")
+    assert told.lists(batch, None, 2) is None
 
 
 def test_two_views_of_two_rows_are_columns() -> None:
