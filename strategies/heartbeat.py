@@ -14,6 +14,7 @@ instructions, written once per program.
            WATCH_MS  the deadline that the rank's configuration asks for
            NOTE_AT, NOTE_BYTES      where a text for the watching process lies: the run's folder
            OTHERS_AT, OTHERS_BYTES  where it is said on which hosts all ranks are, if on several
+           END_AT, END_BYTES        why the rank ends, which a full disk may keep from its files
 
 Free of torch: the reader is a parent that must survive whatever a rank does.
 """
@@ -31,8 +32,8 @@ from enum import IntEnum
 
 PAGE = 4096
 STATE, STEP, PASSES, FRESH, NAMES_AT, NAMES_BYTES = range(6)
-LEAVE, WATCH_MS, NOTE_AT, NOTE_BYTES, OTHERS_AT, OTHERS_BYTES = range(6, 12)
-_WORDS = 12
+LEAVE, WATCH_MS, NOTE_AT, NOTE_BYTES, OTHERS_AT, OTHERS_BYTES, END_AT, END_BYTES = range(6, 14)
+_WORDS = 14
 PHASE = 1 << 62  # in STATE: what follows is a Phase, no place
 WAITING = 1
 
@@ -139,6 +140,10 @@ class Heartbeat:
         """Says on which hosts all ranks are: for reports of a rank that waits for all of them."""
         self.words[OTHERS_AT], self.words[OTHERS_BYTES] = self._lay(text)
 
+    def end(self, text: str) -> None:
+        """Says why the rank ends."""
+        self.words[END_AT], self.words[END_BYTES] = self._lay(text)
+
     @property
     def told_to_leave(self) -> bool:
         """Whether the watching process is ending this rank."""
@@ -185,6 +190,12 @@ def read_note(file: int) -> tuple[str | None, float]:
     if not words[NOTE_BYTES]:
         return None, 0.0
     return os.pread(file, words[NOTE_BYTES], words[NOTE_AT]).decode(), words[WATCH_MS] / 1000
+
+
+def read_end(file: int) -> str:
+    """What ``Heartbeat.end`` has said; empty if nothing."""
+    words = _words(file)
+    return os.pread(file, words[END_BYTES], words[END_AT]).decode() if words[END_BYTES] else ""
 
 
 def tell_to_leave(file: int) -> None:

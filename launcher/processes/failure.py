@@ -13,13 +13,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from launcher.secrets import mask
 from launcher.terminal import shortened
 from strategies.errors import PipelineError, RunError, without_stack
-from strategies.heartbeat import Beat
+from strategies.heartbeat import Beat, Heartbeat, read_end
 from strategies.small_file import read_json
 
 _TAIL_LINES = 12
@@ -85,17 +86,22 @@ def failure_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank:05d}.error.json"
 
 
-def write_failure(run_dir: Path, rank: int, error: BaseException) -> int:
+def write_failure(
+    run_dir: Path, rank: int, error: BaseException, page: Heartbeat | None = None
+) -> int:
     """Called by a failing rank; returns the exit code to end with."""
     failure = raised(rank, error)
     file, text = failure_file(run_dir, rank), json.dumps(asdict(failure))
-    try:
-        file.write_text(text)
-    except OSError as full:
-        if full.errno != errno.EMFILE:
-            raise
-        os.close(0)  # A rank reads nothing there, and ends now.
-        file.write_text(text)
+    if page is not None:
+        page.end(text)
+    with suppress(OSError):  # a full disk, which the page does not mind
+        try:
+            file.write_text(text)
+        except OSError as full:
+            if full.errno != errno.EMFILE:
+                raise
+            os.close(0)  # A rank reads nothing there, and ends now.
+            file.write_text(text)
     return failure.exit_code
 
 
@@ -138,6 +144,12 @@ def read_failure(run_dir: Path, rank: int) -> Failure | None:
         return Failure(**read_json(failure_file(run_dir, rank), most_bytes=_MOST_BYTES))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def failure_on(page: int) -> Failure | None:
+    """What a rank has left on its page (a descriptor), where it could write no file."""
+    text = read_end(page)
+    return Failure(**json.loads(text)) if text else None
 
 
 def signalled(rank: int, exit_code: int, at: float) -> Failure:

@@ -36,6 +36,7 @@ from launcher.processes.failure import (
     blame,
     describe,
     failure_file,
+    failure_on,
     free_bytes,
     read_failure,
     signalled,
@@ -303,7 +304,7 @@ class LocalRanks:
         for rank, at in seen.items():
             code = self._processes[rank].returncode
             if code:
-                failure = read_failure(self.run_dir, rank)
+                failure = read_failure(self.run_dir, rank) or failure_on(self._pages.files[rank])
                 peak = getattr(self._processes[rank], "peak_bytes", 0)
                 failures.append(failure or self._unsaid(signalled(rank, code, at), peak))
         beats = {rank: self._pages.beat(rank) for rank in range(self.world_size)}

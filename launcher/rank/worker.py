@@ -7,6 +7,7 @@ Never sees Hydra.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -58,12 +59,16 @@ def run_rank(run_dir: Path) -> int:
     except PreemptedError as error:
         return error.exit_code
     except PipelineError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return write_failure(run_dir, rank, error)
+        code = write_failure(run_dir, rank, error, own_heartbeat(os.environ))
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stderr.write(f"error: {error}\n")
+        return code
     except BaseException as error:
-        traceback.print_exc()
         known = explained(error, run_dir)
-        return write_failure(run_dir, rank, known or error)
+        code = write_failure(run_dir, rank, known or error, own_heartbeat(os.environ))
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        return code
     return 0
 
 
@@ -77,8 +82,9 @@ def die_with(parent: int | None) -> None:
 
 def leave(code: int) -> NoReturn:
     """Ends this process without destructors of communicators, which may wait for lost peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

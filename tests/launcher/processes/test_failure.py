@@ -17,17 +17,29 @@ from launcher.processes.failure import (
     as_full_disk,
     as_out_of_memory,
     blame,
+    failure_on,
     first_failure,
     is_consequence,
     peak_bytes,
     raised,
     timed_out,
     timed_out_earlier,
+    write_failure,
 )
 from launcher.processes.local import our_path
 from launcher.report.result import write_atomically
 from strategies.errors import RunError
-from strategies.heartbeat import Beat
+from strategies.heartbeat import Beat, Heartbeat, new_page
+
+
+def test_a_rank_that_can_write_no_file_leaves_its_words_on_its_page(tmp_path):
+    page = new_page()
+    assert failure_on(page) is None
+    (tmp_path / "logs").symlink_to("/proc/self")  # where no file can be made
+    assert write_failure(tmp_path, 1, RunError("a disk of one's own"), Heartbeat(page)) == 1
+    found = failure_on(page)
+    os.close(page)
+    assert found is not None and (found.rank, found.message) == (1, "a disk of one's own")
 
 
 def failed(rank: int, message: str, *, at: float = 1.0, code: int = 1) -> Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
+import multiprocessing.synchronize
 import resource
 from pathlib import Path
 
