@@ -322,7 +322,14 @@ class SweepState:
         jobs = [self.jobs[index] for index in sorted(self.jobs)]
         return replace(make_sweep(jobs, self._source.asked()), num_jobs=self._source.total)
 
-    def report(self, *, hurry: bool) -> None:
+    def end(self, words: Sequence[str], *, hurry: bool = False) -> None:
+        """Reports all jobs, and how those go on that have not ended."""
+        self._report(hurry=hurry)
+        left = not self.submits and len(self.jobs) < self._source.total
+        if left or self._unfinished():
+            say(f"to go on: {self._command(words)}")
+
+    def _report(self, *, hurry: bool) -> None:
         if self.submits:
             if not hurry and not (self._config.sweep.fail_fast and self.code()):
                 folders = [folder for _, (folder, _, _) in sorted(self._begun.items())]
@@ -333,11 +340,11 @@ class SweepState:
         elif self.jobs:
             report_sweep(self._folder, self.sweep(), metric=self._config.sweep.metric, hurry=hurry)
 
-    def unfinished(self) -> bool:
+    def _unfinished(self) -> bool:
         """Whether a job would go on, were the sweep typed again with sweep.resume."""
         return any(job.status in ("preempted", "interrupted") for job in self.jobs.values())
 
-    def command(self, words: Sequence[str]) -> str:
+    def _command(self, words: Sequence[str]) -> str:
         """What is typed to go on."""
         dropped = ("sweep.resume=", "hydra.sweep.dir=", "hydra.searchpath=")
         kept = [word for word in words if not word.startswith(dropped)]
@@ -400,16 +407,16 @@ def run_multirun(
             runner: Runner = stack.enter_context(pool)
         else:
             runner = stack.enter_context(InTurn(starter, state.begun, quiet=quiet))
-        stack.enter_context(view)
         try:
-            _run(source, runner, state)
+            with view:
+                _run(source, runner, state)
         except KeyboardInterrupt:  # before any of them, or once more
             runner.interrupted = True
-    state.report(hurry=runner.interrupted)
-    if (not state.submits and len(state.jobs) < source.total) or state.unfinished():
-        say(f"to go on: {state.command(words)}")
+        if runner.interrupted:  # Signals are kept for later still: this is what is left of them.
+            state.end(words, hurry=True)
     if runner.interrupted:
         raise KeyboardInterrupt
+    state.end(words)
     return state.code()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.processes.preempted import PrunedError
+from launcher.report.sweep.files import report_sweep
 from launcher.report.sweep.sweep_jobs import newest_record
 from strategies.errors import RunError
 from tests.launcher.command_line import run_here
@@ -165,6 +166,22 @@ def test_a_signal_while_pictures_are_drawn_leaves_the_table(tmp_path, monkeypatc
     done = run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, light)
     assert (done.code, done.errors) == (130, "interrupted\n")
     assert [row["status"] for row in rows(tmp_path)] == ["done"] * 4
+
+
+def test_ctrl_c_once_more_loses_neither_table_nor_how_to_go_on(tmp_path, monkeypatch):
+    def report(*arguments: object, **keywords: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        report_sweep(*arguments, **keywords)
+
+    monkeypatch.setattr("launcher.compose.multirun.report_sweep", report)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = run_here([*SIMULATED, "hydra.sweep.dir=s"], tmp_path, monkeypatch, interrupt_third)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.code, done.errors.splitlines()[-1]) == (130, "interrupted")
+    assert [row["status"] for row in rows(tmp_path)] == ["done", "failed", "interrupted"]
+    assert done.output.splitlines()[-1].startswith("to go on: python -m launcher -m ")
 
 
 def test_a_sweep_that_goes_on_has_begun_again(tmp_path, monkeypatch):
