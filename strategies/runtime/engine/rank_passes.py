@@ -271,7 +271,10 @@ class RankPasses(RankWeights):
                     said = {**(said or {}), "drawn": whole.generators.written()}
                 times = self._times(previous)
                 stops = stream is not None and stream.asked_to_stop
-                bulletin.post([mark(), value, logs(), times, said, rows, stops, way])
+                # Without a flush an update takes the rates with which its batch has come.
+                looks = train and stream is None and not options.part
+                rates = self.rates.mark() if looks and self.rates else 0
+                bulletin.post([mark(), value, logs(), times, said, rows, stops, way, rates])
 
             shares.append(share)
             if not self._runs_ahead:
@@ -323,6 +326,8 @@ class RankPasses(RankWeights):
                 self.recorder.finish(keep=False)
             self._check_same([answer[0] for answer in answers])
             self._check_ways([answer[7] for answer in answers])
+            if self.rates and len({answer[8] for each in replicas for answer in each}) > 1:
+                self.rates.refuse()
             self._note([answer[3] for answer in answers])
             said = next((answer[4] for answer in answers if answer[4] is not None), None)
             self.mirror.take(said)

@@ -25,7 +25,7 @@ from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
 from strategies.runtime.engine.plan_choice import chosen_plan
-from strategies.runtime.messages import mesh
+from strategies.runtime.messages import fingerprint, mesh
 from strategies.runtime.messages.control import Bulletin
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.mailbox import Mailbox
@@ -48,6 +48,7 @@ from strategies.runtime.update.main_weights import AllMainWeights
 from strategies.runtime.update.nan_guard import NanWatch
 from strategies.runtime.update.post_validation import PostValidation
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
+from strategies.runtime.update.shared_rates import SharedRates
 from strategies.runtime.update.weight_versions import ErrorFeedback, WeightVersions
 from strategies.sharding_plan import FoundPlan, plan_from_json
 
@@ -118,6 +119,7 @@ class RankSetup:
             model.select(Selection.asked(plan.recompute))
         self.stages = self._cut()
         self._weights = OwnedWeights(model, self.placement, coordinates)
+        self._compare_stages()
         self._create_groups(shards=plan.overlap == "zero1")
         buckets = self._open_buckets() if plan.buckets is None else plan.buckets
         self.plan = plan = replace(
@@ -205,6 +207,7 @@ class RankSetup:
             device_type=device.type,
         )
         self._trained: tuple[bool, ...] = ()
+        self.rates: SharedRates | None = None  # of the optimizers, once there are some
         self._compared = False
         self._began = False
         self._ways: set[int] = set()  # of the training step that all ranks know of, but the first
@@ -303,6 +306,18 @@ class RankSetup:
             refused = ModelError(next(filter(None, anywhere)))
         if refused is not None:
             raise refused
+
+    def _compare_stages(self) -> None:
+        """Before groups are made of what ranks have found: others would be waited for.
+
+        Replicas of a stage add up gradients, and have looked at batches of their own.
+        """
+        shared = sorted((name, list(stages)) for name, stages in self._weights.shared.items())
+        units = " ".join(unit.name for unit in self.model.units)
+        found = fingerprint.shared_print({"layers": units, "weights of several stages": shared})
+        for stage, named in self._weights.by_stage.items():
+            found |= fingerprint.stage_print(stage, list(named))
+        fingerprint.compare(found, what="stages", partial=True)
 
     def _create_groups(self, *, shards: bool) -> None:
         ordered = self.options.backend == "nccl"

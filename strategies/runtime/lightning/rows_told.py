@@ -15,6 +15,8 @@ from torch.utils._pytree import TreeSpec
 
 from strategies.runtime.step.microbatch import count_rows, row_lists, share_sizes
 
+_SHOWN = 5
+
 
 class RowsTold:
     """Says what of a module sees a microbatch where its author has thought of a batch."""
@@ -24,6 +26,7 @@ class RowsTold:
         self._module = module
         self._norms = [n for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         self._hooked = [n for n, p in module.named_parameters() if p._backward_hooks]
+        self._elsewhere: list[str] = []
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
         self._logs_told = self._lost_told = self._gathered_told = False
         self._kept_told = self._batch_told = self._lists_told = False
@@ -55,6 +58,22 @@ class RowsTold:
             f"{found[0]}{others} has {rows} entries, as many as the batch has rows: a microbatch "
             "gets those of its rows. What is no list of rows (names of classes) belongs on the "
             "module, or as a dict in the batch."
+        )
+
+    def stages(self, owned: Collection[str]) -> None:
+        """Once the module is cut: which parameters are on this rank."""
+        self._elsewhere = [name for name in self._hooked if name not in owned]
+
+    def elsewhere(self) -> str | None:
+        """Of hooks of parameters that this rank will not call."""
+        names, self._elsewhere = self._elsewhere, []
+        if not names:
+            return None
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        return (
+            f"hooks of parameters (register_hook, WandbLogger.watch) are called on the rank of "
+            f"their stage: not on rank 0 those of {', '.join(names[:_SHOWN])}{more}. "
+            "on_before_optimizer_step has the gradients of all parameters on every rank."
         )
 
     def layers(self, rows: int, num_microbatches: int) -> str | None:

@@ -28,7 +28,10 @@ from strategies.models.stage_model import StageModel
 from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
-from strategies.runtime.lightning.agreement.same_module import agree_on_module
+from strategies.runtime.lightning.agreement.same_module import (
+    agree_on_module,
+    agree_on_refusal,
+)
 from strategies.runtime.lightning.checkpoints.whole_state import (
     WholeModule,
     look_at_whole,
@@ -68,12 +71,13 @@ from strategies.runtime.lightning.updating_strategy import ConfirmedWeights, Upd
 from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.messages.fingerprint import alike, compare, rates
+from strategies.runtime.messages.fingerprint import compare
 from strategies.runtime.update.main_optimizer import (
     MainOptimizer,
     check_elementwise,
 )
 from strategies.runtime.update.main_weights import refuse_freezing
+from strategies.runtime.update.shared_rates import SharedRates
 
 
 class SetupStrategy(UpdatingStrategy):
@@ -196,19 +200,26 @@ class SetupStrategy(UpdatingStrategy):
             | fingerprint.weights_print(module),
             what="versions, configuration and model",
         )
-        agree_on_module(module, self.root_device, seeded=self._seeded)
         alone = self._pipeline == self._options.tp == self._options.ep == 1
-        with default_group(LocalGroup(self.coordinates.dp_rank, self.dp)):
-            model = stage_model_of(
-                trainer,
-                module,
-                layers=self._options.pipeline_layers,
-                looked=self._looked,
-                num_microbatches=self._plan.num_microbatches,
-                shared=self._options.tp > 1,
-                uncut=self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1,
-                whole=alone,
-            )
+        agree_on_module(module, self.root_device, seeded=self._seeded, parted=not alone)
+        model: StageModel | None = None
+        refused: ModelError | None = None
+        try:
+            with default_group(LocalGroup(self.coordinates.dp_rank, self.dp)):
+                model = stage_model_of(
+                    trainer,
+                    module,
+                    layers=self._options.pipeline_layers,
+                    looked=self._looked,
+                    num_microbatches=self._plan.num_microbatches,
+                    shared=self._options.tp > 1,
+                    uncut=self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1,
+                    whole=alone,
+                )
+        except ModelError as error:
+            refused = error
+        agree_on_refusal(refused)
+        assert model is not None
         plan = self._plan
         if alone:
             model = self._uncut_anywhere(module, model)
@@ -232,14 +243,9 @@ class SetupStrategy(UpdatingStrategy):
             },
             what="programs",
         )
-        owned: dict[str, str] = {}
-        for stage in self._engine.owned:
-            names = [name for name, _ in model.stage_parameters(stage)]
-            owned |= fingerprint.stage_print(stage, names)
-        # Replicas of a stage add up gradients, and have looked at batches of their own.
-        compare(owned, what="stages", partial=True)
         self.model_to_device()
         self.engine.synchronise_weights()
+        self._rows_told.stages(self.engine.named_parameters())
         self._note_cut()
         stream = self._engine.stream
         self._loop = None if stream is None else StreamLoop(self, self._engine)
@@ -303,11 +309,13 @@ class SetupStrategy(UpdatingStrategy):
             fingerprint.optimizers_print(
                 self.optimizers, pp_rank=where.pp_rank, tp_rank=where.tp_rank
             )
-            | fingerprint.schedulers_print(self.lr_scheduler_configs),
+            | fingerprint.schedulers_print(self.lr_scheduler_configs)
+            | fingerprint.groups_print(self._group_names(), self.optimizers),
             what="optimizers",
             partial=True,
         )
-        self._alike = alike(everybody().everyone(rates(self.optimizers)))
+        self._rates = self.engine.rates = SharedRates(self.optimizers)
+        self._updates, self._updating = 0, False
         self.engine.updated_by(self.optimizers)
         self._main_optimizers = []
         self._groups.check(saves=bool(self._overridden.saves))
@@ -344,6 +352,19 @@ class SetupStrategy(UpdatingStrategy):
         if self._late and not any(isinstance(c, ConfirmedWeights) for c in callbacks):
             callbacks.insert(0, ConfirmedWeights(lambda: self.engine.complete()))
         self.engine.late.left_out = self._leave_out_late
+
+    def _group_names(self) -> list[list[list[str]]]:
+        """Per optimizer and group the names of its parameters; [] where a rank sees its own."""
+        if self._hooks is not None:
+            return self._hooks.group_names()
+        if self.coordinates.pp > 1:
+            return []
+        assert self.lightning_module is not None
+        names = {id(p): name for name, p in self.lightning_module.named_parameters()}
+        return [
+            [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
 
     def drain(self) -> bool:
         """Brings what is under way to its end, where a schedule has no flush; collective.

@@ -267,6 +267,7 @@ class PipelineStrategy(SetupStrategy):
                 self._tell(self._rows_told.lists(batch, self._loaders, count))
                 self._tell(self._rows_told.layers(rows, count))
                 self._tell(self._rows_told.hooks(rows, count))
+                self._tell(self._rows_told.elsewhere())
         if self._manual is not None:
             with self.precision_plugin.train_step_context():
                 result = self._by_hand(batch, batch_idx)

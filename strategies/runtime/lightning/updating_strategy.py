@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.errors import NotFiniteError
+from strategies.errors import NotFiniteError, RunError
 from strategies.heartbeat import Heartbeat
 from strategies.plan import Options, Plan
 from strategies.runtime.lightning.checkpoints.checkpointing_strategy import CheckpointingStrategy
@@ -246,6 +246,7 @@ class UpdatingStrategy(CheckpointingStrategy):
             with self._away(), ExitStack() as shown:
                 output = super().optimizer_step(optimizer, flushed, model, **kwargs)
         except NotFiniteStep:
+            self._updating = False
             if self._left_by_hooks and self._scaler is not None:
                 self._scaler.update()  # It has looked at this step's gradients already.
             self._leave_out()
@@ -253,14 +254,20 @@ class UpdatingStrategy(CheckpointingStrategy):
         scaler = self._scaler
         if self._looks and isinstance(scaler, SharedGradScaler) and scaler.exhausted:
             self._leave_out()  # The scaler's own all-reduce has told all ranks.
+            self._updating = False
             return output
         self.engine.stepped()
+        self._updates, self._updating = self._updates + 1, False
         return output
 
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
         """Lightning's hooks between backward and update, and a look at what they have left."""
         plugin: Any = self.precision_plugin
         type(plugin)._after_closure(plugin, model, optimizer)
+        self._look_behind_hooks(optimizer)
+        self._updating = True
+
+    def _look_behind_hooks(self, optimizer: Any) -> None:
         if not self._looks or self._late or not self._overridden.gradients:
             return
         scaler = self._scaler
@@ -268,6 +275,8 @@ class UpdatingStrategy(CheckpointingStrategy):
             return  # It leaves the step out by itself.
         counted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = everybody().everyone(self.engine.left_by_hooks(counted))
+        if not all(isinstance(findings, list) for findings in found):
+            raise RunError("another rank has left this step by an error, and it was not applied.")
         self._left_by_hooks = [finding for findings in found for finding in findings]
         if self._left_by_hooks:
             raise NotFiniteStep

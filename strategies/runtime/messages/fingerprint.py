@@ -95,6 +95,25 @@ def optimizers_print(
     return found
 
 
+def groups_print(
+    names: Sequence[Sequence[Sequence[str]]], optimizers: Sequence[Optimizer]
+) -> dict[str, str]:
+    """Which parameters are in which group, and with which rates, where all ranks see all of them.
+
+    ``names``: per optimizer and group.
+    """
+    found = rates(optimizers)
+    for number, groups in enumerate(names):
+        found[f"groups of optimizer {number}"] = str(len(groups))
+        for index, group in enumerate(groups):
+            ordered = sorted(group)
+            ends = f", {ordered[0]} to {ordered[-1]}" if ordered else ""
+            found[f"parameters of group {index} of optimizer {number}"] = (
+                f"{len(ordered)}{ends} #{_hash(' '.join(ordered))}"
+            )
+    return found
+
+
 def schedulers_print(schedulers: Sequence[Any]) -> dict[str, str]:
     """What each scheduler is, when it goes on, and its numbers; those of groups may be a rank's.
 
@@ -115,7 +134,7 @@ def schedulers_print(schedulers: Sequence[Any]) -> dict[str, str]:
 _HOW = ("foreach", "fused")
 
 # What schedulers and callbacks change while a training goes on.
-_CHANGING = ("lr", "weight_decay", "momentum", "betas")
+CHANGING = ("lr", "weight_decay", "momentum", "betas")
 
 
 def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
@@ -124,7 +143,7 @@ def rates(optimizers: Sequence[Optimizer]) -> dict[str, str]:
         f"{key} of group {index} of optimizer {number}": _short(_number(group[key]))
         for number, optimizer in enumerate(optimizers)
         for index, group in enumerate(optimizer.param_groups)
-        for key in _CHANGING
+        for key in CHANGING
         if key in group
     }
 

@@ -38,8 +38,9 @@ _HEAD = 6
 _CLOCK_S = 3600.0  # a number so close to a clock is one's
 _OBJECT = "an object of "
 NONE = "None"
-PARTS, KEYS, BUFFER = "parts of ", "keys of ", "form of "
+PARTS, KEYS, BUFFER, HOOKS = "parts of ", "keys of ", "form of ", "hooks of "
 
+_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # What Lightning and torch keep of every module; hyper-parameters are looked at by name.
 _OWN = frozenset(vars(nn.Module())) | frozenset(vars(pl.LightningModule()))
 _OWN |= {"_hparams_initial", "_hparams_name"}
@@ -121,6 +122,11 @@ class ModuleDigest:
             if buffer is not None:
                 form = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
                 self.entries[f"{BUFFER}{prefix}{key}"] = form
+        hooks = [hook for table in _TABLES for hook in getattr(module, table).values()]
+        if hooks:
+            place = HOOKS + (name or "the module")
+            self.entries[place] = ", ".join(map(_name, hooks))
+            self._values[place] = hooks
         own = vars(module)
         if isinstance(module, Metric):  # Its state is a step's, and empty before the first one.
             own = {k: v for k, v in own.items() if k[0] != "_" and k not in module._defaults}

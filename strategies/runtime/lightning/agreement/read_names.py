@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +77,48 @@ class ReadNames:
                 todo += _functions(value)
                 if isinstance(value, _PLAIN) and not word.startswith("__"):
                     self.constants[f"{function.__module__}.{word}"] = value
+
+
+# By these a hook comes to a module's parameters.
+_WAYS = {
+    "parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "weight",
+    "bias",
+}  # fmt: skip
+_LIBRARIES = ("lightning", "numpy", "torch")
+
+
+def reads_parameters(hook: Any) -> bool:
+    """Whether a hook, or a function that it calls by name, reads parameters, from its code."""
+    todo, seen = [hook], set[CodeType]()
+    while todo:
+        hook = todo.pop()
+        function = getattr(hook, "func", hook)  # of a partial
+        owner = getattr(function, "__self__", None)
+        function = getattr(function, "__func__", function)
+        if not hasattr(function, "__code__"):
+            function = getattr(type(function), "__call__", None)  # noqa: B004
+        code = getattr(function, "__code__", None)
+        library = str(getattr(function, "__module__", "")).partition(".")[0] in _LIBRARIES
+        if code is None or code in seen or library:
+            continue
+        seen.add(code)
+        words = set(_words(code))
+        if words & _WAYS:
+            return True
+        cells = dict(_cells(function))
+        for word in words | cells.keys():
+            for found in (
+                cells.get(word), function.__globals__.get(word), getattr(type(owner), word, None)
+            ):  # fmt: skip
+                todo += [found] if isinstance(found, FunctionType | MethodType | partial) else []
+    return False
+
+
+def _cells(function: Any) -> Iterator[tuple[str, Any]]:
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # not filled yet
+            yield name, cell.cell_contents
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:

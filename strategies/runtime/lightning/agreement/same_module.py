@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from strategies.errors import by_host, name_ranks
+from strategies.errors import ModelError, by_host, name_ranks
 from strategies.runtime.lightning.agreement.module_digest import (
     BUFFER,
+    HOOKS,
     KEYS,
     NONE,
     PARTS,
@@ -29,7 +30,7 @@ from strategies.runtime.lightning.agreement.module_digest import (
     is_object,
     is_own,
 )
-from strategies.runtime.lightning.agreement.read_names import ReadNames
+from strategies.runtime.lightning.agreement.read_names import ReadNames, reads_parameters
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.fingerprint import MismatchError, checksums
 
@@ -51,10 +52,14 @@ class _Said(NamedTuple):
     buffers: dict[str, Any]
 
 
-def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) -> None:
+def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool, parted: bool) -> None:
     """Gives all ranks rank 0's buffers, and refuses modules that differ; collective.
 
-    ``seeded``: whether all ranks have drawn the same so far.
+    Args:
+        module: As the user's script has made it on this rank.
+        device: Where this rank computes.
+        seeded: Whether all ranks have drawn the same so far.
+        parted: Whether each rank will have a part of the parameters.
 
     Raises:
         MismatchError: On every rank the same, with the names that differ and who has what.
@@ -71,10 +76,10 @@ def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) ->
     _share_buffers(module, said, device)
     first = module not in _compared
     _compared.add(module)
-    if first and len({each.mark for each in said}) > 1:
-        _compare_entries(digest, reads, said, seeded=seeded)
     if digest.untaken and exchange.rank == 0:
         _tell_untaken(digest.untaken, reads)
+    if first and len({each.mark for each in said}) > 1:
+        _compare_entries(digest, reads, said, seeded=seeded, parted=parted)
 
 
 def _tell_untaken(untaken: Mapping[str, str], reads: ReadNames) -> None:
@@ -128,7 +133,12 @@ def _share_buffers(module: nn.Module, said: Sequence[_Said], device: torch.devic
 
 
 def _compare_entries(
-    digest: ModuleDigest, reads: ReadNames, said: Sequence[_Said], *, seeded: bool
+    digest: ModuleDigest,
+    reads: ReadNames,
+    said: Sequence[_Said],
+    *,
+    seeded: bool,
+    parted: bool,
 ) -> None:
     """Names what differs and counts; collective."""
     exchange = everybody()
@@ -138,18 +148,21 @@ def _compare_entries(
     differing: dict[str, list[str]] = {}
     for name in names:
         texts = [found.get(name) for found in entries]
-        if None in texts and (partial or not name.startswith((PARTS, BUFFER))):
+        if None in texts and (partial or not name.startswith((PARTS, BUFFER, HOOKS))):
             continue  # of an object that a rank does not have, whose place says so
         if len(set(texts)) > 1:
             differing[name] = [text or "nothing" for text in texts]
     own = {
-        name: [_counts(name, texts, digest, reads), digest.shuffled(name)]
+        name: [_counts(name, texts, digest, reads, parted=parted), digest.shuffled(name)]
         for name, texts in differing.items()
     }
     found = exchange.everyone(own)
     counted = {n: t for n, t in differing.items() if any(each[n][0] for each in found)}
     if not counted:
         return
+    hooks = [_line(n, t) for n, t in counted.items() if n.startswith(HOOKS)]
+    if hooks:
+        _refuse_hooks(hooks)
     permuted = all(
         n.startswith((PARTS, KEYS)) or (found[0][n][1] and len({each[n][1] for each in found}) == 1)
         for n in counted
@@ -157,10 +170,14 @@ def _compare_entries(
     raise _refusal(counted, said, permuted=permuted, seeded=seeded)
 
 
-def _counts(place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadNames) -> bool:
+def _counts(
+    place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadNames, *, parted: bool
+) -> bool:
     """Whether a step, or a hook between steps, may come to other numbers by this difference."""
     if place.startswith((PARTS, BUFFER)):
         return True
+    if place.startswith(HOOKS):
+        return parted and any(map(reads_parameters, digest.value(place) or ()))
     if NONE in texts and any(is_object(text) for text in texts):
         return False  # a writer, a logger that one rank alone has
     name = place.removeprefix(KEYS)
@@ -180,16 +197,40 @@ def _is_in(place: str, names: set[str]) -> bool:
     return any(part in names for part in place.split(".") if part != "hparams")
 
 
+def _line(name: str, texts: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return f"{name}: " + ", ".join(f"{text} on {name_ranks(r)}" for text, r in ranks.items())
+
+
+def agree_on_refusal(refused: ModelError | None) -> None:
+    """Before ranks make groups that one of them would not come to; collective.
+
+    Raises:
+        ModelError: This rank has refused the module, or another one.
+    """
+    said = everybody().everyone(None if refused is None else str(refused))
+    if refused is not None:
+        raise refused
+    why = next((each for each in said if each is not None), None)
+    if why is not None:
+        raise ModelError(why)
+
+
+def _refuse_hooks(hooks: Sequence[str]) -> None:
+    raise MismatchError(
+        f"some ranks alone have a hook of modules that reads parameters, of which each rank has a "
+        f"part: {'; '.join(hooks[:_SHOWN])}.",
+        fix="Try on_train_batch_start or on_before_optimizer_step of a callback, where every rank "
+        "has all parameters (of WandbLogger.watch, log='gradients' stays).",
+    )
+
+
 def _refusal(
     counted: Mapping[str, Sequence[str]], said: Sequence[_Said], *, permuted: bool, seeded: bool
 ) -> MismatchError:
-    lines = []
-    for name, texts in list(counted.items())[:_SHOWN]:
-        ranks: dict[str, list[int]] = {}
-        for rank, text in enumerate(texts):
-            ranks.setdefault(text, []).append(rank)
-        shown = ", ".join(f"{text} on {name_ranks(where)}" for text, where in ranks.items())
-        lines.append(f"\n  {name}: {shown}")
+    lines = [f"\n  {_line(*each)}" for each in list(counted.items())[:_SHOWN]]
     if len(counted) > _SHOWN:
         lines.append(f"\n  and {len(counted) - _SHOWN} more")
     places = by_host({rank: each.host for rank, each in enumerate(said)})

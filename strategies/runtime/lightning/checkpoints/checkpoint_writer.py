@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
-from strategies.errors import CheckpointError, NotFiniteError
+from strategies.errors import CheckpointError, NotFiniteError, name_ranks
 from strategies.heartbeat import Phase
 from strategies.manifest import NOT_FINITE
 from strategies.models.unit_model import HasUnits
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     )
 
 _log = logging.getLogger(__name__)
+_SAVES = "saves"
 
 
 class CheckpointWriter:
@@ -228,27 +229,48 @@ class CheckpointWriter:
     def _compare_replicas(self) -> None:
         """Refuses to keep what replicas have not got alike, or ranks their rates; collective."""
         where = self._strategy.coordinates
-        self._compare_rates(f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}")
+        place = f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}"
+        self._compare_steps(place)
         if where.dp == 1:
             return
         experts = self._strategy.engine.model.experts
         named = self._strategy.engine.named_parameters()
-        place = f"pipeline rank {where.pp_rank}, tp rank {where.tp_rank}"
         self._compare_copies({n: p for n, p in named.items() if n not in experts}, place)
         if experts:
             place = f"pipeline rank {where.pp_rank}, ep rank {where.ep_rank}"
             self._compare_copies({n: p for n, p in named.items() if n in experts}, place)
 
-    def _compare_rates(self, place: str) -> None:
-        """What was alike everywhere at the beginning is so everywhere; else among replicas."""
-        found = rates(self._strategy.optimizers)
+    def _compare_steps(self, place: str) -> None:
+        """Steps, updates and rates: a checkpoint is of one step.
+
+        Rates that were alike everywhere at the beginning are so everywhere; else among replicas.
+        """
+        strategy = self._strategy
+        shared = frozenset() if strategy._rates is None else strategy._rates.names
         own = {
-            name if name in self._strategy._alike else f"{name} on {place}": v
-            for name, v in found.items()
+            name if name in shared else f"{name} on {place}": value
+            for name, value in rates(strategy.optimizers).items()
         }
+        step = str(int(strategy._trainer.global_step))
+        if strategy.engine.stream is None:  # else updates follow, and all have been made here
+            step += f", {strategy._updates} updates applied"
+            step += " and one begun" if strategy._updating else ""
         exchange = everybody()
-        gathered = exchange.everyone((exchange.rank, "", own))
-        odd = tell_odd_rates(gathered)
+        said = exchange.everyone((_SAVES, step, strategy._updating, own))
+        # Behind an error of people's hooks a rank may be at another exchange.
+        midst = (_SAVES, "in its midst", True, {})
+        said = [s if isinstance(s, tuple) and s[:1] == (_SAVES,) else midst for s in said]
+        if len({each[1] for each in said}) > 1 or any(each[2] for each in said):
+            steps: dict[str, list[int]] = {}
+            for rank, (_, each, *_) in enumerate(said):
+                steps.setdefault(each, []).append(rank)
+            shown = "; ".join(f"{name_ranks(where)}: step {each}" for each, where in steps.items())
+            raise CheckpointError(
+                f"no checkpoint was written, and the one before stays: it would hold weights of "
+                f"two steps ({shown}).",
+                fix="Go on with the last checkpoint; save where all ranks are between two steps.",
+            )
+        odd = tell_odd_rates([(rank, "", each[3]) for rank, each in enumerate(said)])
         if odd is not None:
             raise CheckpointError(
                 f"no checkpoint was written: {odd}. Change rates on every rank alike, and go on "

@@ -42,6 +42,7 @@ from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.storage.commit import Saver
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.update.main_optimizer import MainOptimizer
+from strategies.runtime.update.shared_rates import SharedRates
 
 # Two of them can be imported from here as from where they are.
 __all__ = ["CheckpointingStrategy", "load_state_dict", "owned_state", "save"]
@@ -74,7 +75,9 @@ class CheckpointingStrategy(RanksStrategy):
         self._groups = OptimizerGroups(self)
         self._writer = CheckpointWriter(self)
         self._reader = CheckpointReader(self)
-        self._alike: frozenset[str] = frozenset()  # rates that all ranks have begun with
+        self._rates: SharedRates | None = None
+        self._updates = 0  # that this rank has applied
+        self._updating = False  # whether one has begun, and not ended
 
     @property
     def engine(self) -> Engine:
