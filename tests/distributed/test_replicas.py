@@ -89,6 +89,8 @@ def _fit(
     module.kind = kind
     try:
         trainer.fit(module, DataLoader(Sentences(64), batch_size=8))
+        if kind == "late" and trainer.global_rank == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.2
         trainer.save_checkpoint(Path(folder) / "end.ckpt")
     except PipelineError as error:
         return f"{type(error).__name__}: {error}", trainer.global_step
@@ -146,12 +148,16 @@ def test_a_rate_that_one_rank_has_changed_is_named_before_a_checkpoint_is_writte
     pp: int, overlap: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"folder": str(tmp_path), "pp": pp, "dp": 2 // pp, "meddler": None}
-    answers = ranks(2).run(_fit, **given, kind="hasty", overlap=overlap)
-    (message,) = {message for message, _ in answers}
-    assert message.startswith(
-        "CheckpointError: no checkpoint was written: the ranks' optimizers differ: "
-        "lr of group 0 of optimizer 0: 0.1 on rank 0, 0.2 on rank 1. "
-    )
+    for kind, begins in (
+        ("hasty", "MismatchError: "),
+        ("late", "CheckpointError: no checkpoint was written: "),
+    ):
+        answers = ranks(2).run(_fit, **given, kind=kind, overlap=overlap)
+        (message,) = {message for message, _ in answers}
+        assert message.startswith(
+            f"{begins}the ranks' optimizers differ: "
+            "lr of group 0 of optimizer 0: 0.1 on rank 0, 0.2 on rank 1. "
+        )
     assert list(tmp_path.iterdir()) == []
     answers = ranks(2).run(_fit, **given, kind="hasty everywhere", overlap=overlap)
     assert answers == [("no error", 2)] * 2

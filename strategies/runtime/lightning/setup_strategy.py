@@ -29,8 +29,8 @@ from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.agreement.same_module import (
+    agree_on_cut,
     agree_on_module,
-    agree_on_refusal,
 )
 from strategies.runtime.lightning.checkpoints.whole_state import (
     WholeModule,
@@ -201,7 +201,7 @@ class SetupStrategy(UpdatingStrategy):
             what="versions, configuration and model",
         )
         alone = self._pipeline == self._options.tp == self._options.ep == 1
-        agree_on_module(module, self.root_device, seeded=self._seeded, parted=not alone)
+        hooks = agree_on_module(module, self.root_device, seeded=self._seeded)
         model: StageModel | None = None
         refused: ModelError | None = None
         try:
@@ -218,7 +218,8 @@ class SetupStrategy(UpdatingStrategy):
                 )
         except ModelError as error:
             refused = error
-        agree_on_refusal(refused)
+        units = () if model is None else model.units
+        agree_on_cut([unit.name for unit in units], refused, hooks={} if alone else hooks)
         assert model is not None
         plan = self._plan
         if alone:

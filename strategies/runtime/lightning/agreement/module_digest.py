@@ -38,6 +38,7 @@ _HEAD = 6
 _CLOCK_S = 3600.0  # a number so close to a clock is one's
 _OBJECT = "an object of "
 NONE = "None"
+WHOLE = "the module"
 PARTS, KEYS, BUFFER, HOOKS = "parts of ", "keys of ", "form of ", "hooks of "
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -117,14 +118,14 @@ class ModuleDigest:
         parts = [*module._modules, *module._parameters]
         if parts:
             kind = type(module).__qualname__
-            self._note(f"{PARTS}{name or 'the module'}", parts, module, f"{kind} of ")
+            self._note(f"{PARTS}{name or WHOLE}", parts, module, f"{kind} of ")
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 form = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
                 self.entries[f"{BUFFER}{prefix}{key}"] = form
         hooks = [hook for table in _TABLES for hook in getattr(module, table).values()]
         if hooks:
-            place = HOOKS + (name or "the module")
+            place = HOOKS + (name or WHOLE)
             self.entries[place] = ", ".join(map(_name, hooks))
             self._values[place] = hooks
         own = vars(module)

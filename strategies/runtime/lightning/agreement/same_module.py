@@ -26,6 +26,7 @@ from strategies.runtime.lightning.agreement.module_digest import (
     KEYS,
     NONE,
     PARTS,
+    WHOLE,
     ModuleDigest,
     is_object,
     is_own,
@@ -52,21 +53,23 @@ class _Said(NamedTuple):
     buffers: dict[str, Any]
 
 
-def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool, parted: bool) -> None:
+def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) -> dict[str, str]:
     """Gives all ranks rank 0's buffers, and refuses modules that differ; collective.
 
     Args:
         module: As the user's script has made it on this rank.
         device: Where this rank computes.
         seeded: Whether all ranks have drawn the same so far.
-        parted: Whether each rank will have a part of the parameters.
+
+    Returns:
+        Hooks of modules that not all ranks have and that read parameters, in words, by module.
 
     Raises:
         MismatchError: On every rank the same, with the names that differ and who has what.
     """
     exchange = everybody(device)
     if exchange.size == 1:
-        return
+        return {}
     digest = ModuleDigest(module)
     reads = ReadNames.of(digest.kinds)
     for place, value in reads.constants.items():
@@ -78,8 +81,9 @@ def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool, pa
     _compared.add(module)
     if digest.untaken and exchange.rank == 0:
         _tell_untaken(digest.untaken, reads)
-    if first and len({each.mark for each in said}) > 1:
-        _compare_entries(digest, reads, said, seeded=seeded, parted=parted)
+    if not first or len({each.mark for each in said}) == 1:
+        return {}
+    return _compare_entries(digest, reads, said, seeded=seeded)
 
 
 def _tell_untaken(untaken: Mapping[str, str], reads: ReadNames) -> None:
@@ -138,9 +142,8 @@ def _compare_entries(
     said: Sequence[_Said],
     *,
     seeded: bool,
-    parted: bool,
-) -> None:
-    """Names what differs and counts; collective."""
+) -> dict[str, str]:
+    """Names what differs and counts, and returns what does of hooks; collective."""
     exchange = everybody()
     entries: list[dict[str, str]] = exchange.everyone(digest.entries)
     partial = any(each.cut for each in said)
@@ -153,16 +156,14 @@ def _compare_entries(
         if len(set(texts)) > 1:
             differing[name] = [text or "nothing" for text in texts]
     own = {
-        name: [_counts(name, texts, digest, reads, parted=parted), digest.shuffled(name)]
+        name: [_counts(name, texts, digest, reads), digest.shuffled(name)]
         for name, texts in differing.items()
     }
     found = exchange.everyone(own)
     counted = {n: t for n, t in differing.items() if any(each[n][0] for each in found)}
+    hooks = {n: counted.pop(n) for n in list(counted) if n.startswith(HOOKS)}
     if not counted:
-        return
-    hooks = [_line(n, t) for n, t in counted.items() if n.startswith(HOOKS)]
-    if hooks:
-        _refuse_hooks(hooks)
+        return {name.removeprefix(HOOKS): _line(name, texts) for name, texts in hooks.items()}
     permuted = all(
         n.startswith((PARTS, KEYS)) or (found[0][n][1] and len({each[n][1] for each in found}) == 1)
         for n in counted
@@ -170,14 +171,12 @@ def _compare_entries(
     raise _refusal(counted, said, permuted=permuted, seeded=seeded)
 
 
-def _counts(
-    place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadNames, *, parted: bool
-) -> bool:
+def _counts(place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadNames) -> bool:
     """Whether a step, or a hook between steps, may come to other numbers by this difference."""
     if place.startswith((PARTS, BUFFER)):
         return True
     if place.startswith(HOOKS):
-        return parted and any(map(reads_parameters, digest.value(place) or ()))
+        return any(map(reads_parameters, digest.value(place) or ()))
     if NONE in texts and any(is_object(text) for text in texts):
         return False  # a writer, a logger that one rank alone has
     name = place.removeprefix(KEYS)
@@ -204,27 +203,39 @@ def _line(name: str, texts: Sequence[str]) -> str:
     return f"{name}: " + ", ".join(f"{text} on {name_ranks(r)}" for text, r in ranks.items())
 
 
-def agree_on_refusal(refused: ModelError | None) -> None:
+def agree_on_cut(
+    units: Sequence[str], refused: ModelError | None, *, hooks: Mapping[str, str]
+) -> None:
     """Before ranks make groups that one of them would not come to; collective.
+
+    Args:
+        units: Names of what this rank has found to be cut.
+        refused: Why it has found nothing.
+        hooks: As ``agree_on_module`` has returned them.
 
     Raises:
         ModelError: This rank has refused the module, or another one.
+        MismatchError: A hook reads parameters of several units, and not all ranks have it.
     """
-    said = everybody().everyone(None if refused is None else str(refused))
+    around = [
+        line
+        for name, line in hooks.items()
+        if name == WHOLE or sum(unit.startswith(f"{name}.") for unit in units) > 1
+    ]
+    said = everybody().everyone((None if refused is None else str(refused), around))
     if refused is not None:
         raise refused
-    why = next((each for each in said if each is not None), None)
+    why = next((each for each, _ in said if each is not None), None)
     if why is not None:
         raise ModelError(why)
-
-
-def _refuse_hooks(hooks: Sequence[str]) -> None:
-    raise MismatchError(
-        f"some ranks alone have a hook of modules that reads parameters, of which each rank has a "
-        f"part: {'; '.join(hooks[:_SHOWN])}.",
-        fix="Try on_train_batch_start or on_before_optimizer_step of a callback, where every rank "
-        "has all parameters (of WandbLogger.watch, log='gradients' stays).",
-    )
+    lines = dict.fromkeys(line for _, each in said for line in each)
+    if lines:
+        raise MismatchError(
+            "some ranks alone have a hook that reads parameters of several layers, and each rank "
+            f"has a part of them: {'; '.join(list(lines)[:_SHOWN])}.",
+            fix="Try on_train_batch_start or on_before_optimizer_step of a callback, where every "
+            "rank has all parameters (of WandbLogger.watch, log='gradients' stays).",
+        )
 
 
 def _refusal(
