@@ -26,9 +26,10 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 PAGE = 4096
 STATE, STEP, PASSES, FRESH, NAMES_AT, NAMES_BYTES = range(6)
@@ -104,6 +105,7 @@ class Heartbeat:
     def __init__(self, file: int | None = None) -> None:
         """Maps a page: a descriptor from ``new_page``; None for a page that nobody reads."""
         self._file = file
+        self._texts = b""  # where nobody else reads them
         memory: bytearray | mmap.mmap = bytearray(PAGE) if file is None else mmap.mmap(file, PAGE)
         self.words = memoryview(memory).cast("Q")
         if file is None:
@@ -150,13 +152,18 @@ class Heartbeat:
         return bool(self.words[LEAVE])
 
     def beat(self) -> Beat:
-        return _beat(self.words, self._file)
+        if self._file is None:
+            return _beat(self.words, lambda size, at: self._texts[at : at + size])
+        return _beat(self.words, partial(os.pread, self._file))
 
     def _lay(self, text: str) -> tuple[int, int]:
+        data = text.encode()
         if self._file is None:
-            return 0, 0
+            at = len(self._texts)
+            self._texts += data
+            return at, len(data)
         # Behind what others in this process have laid there.
-        data, at = text.encode(), os.fstat(self._file).st_size
+        at = os.fstat(self._file).st_size
         os.pwrite(self._file, data, at)
         return at, len(data)
 
@@ -175,7 +182,7 @@ def new_page() -> int:
 
 def read_beat(file: int) -> Beat:
     """What a rank has last written, also after its end."""
-    return _beat(_words(file), file)
+    return _beat(_words(file), partial(os.pread, file))
 
 
 def read_mark(file: int) -> tuple[int, int]:
@@ -207,7 +214,7 @@ def _words(file: int) -> memoryview:
     return memoryview(os.pread(file, _WORDS * 8, 0)).cast("Q")
 
 
-def _beat(words: memoryview, file: int | None) -> Beat:
+def _beat(words: memoryview, read: Callable[[int, int], bytes]) -> Beat:
     state, step, passes = words[STATE], words[STEP], words[PASSES]
     mark = (passes, state)
     used = not words[FRESH]
@@ -216,13 +223,13 @@ def _beat(words: memoryview, file: int | None) -> Beat:
         waiting = phase in _WAITING_PHASES
         flushes = phase in (Phase.SENDING, Phase.SHARING, Phase.REDUCING, Phase.UPDATING)
         others = ""
-        if waiting and file is not None and words[OTHERS_BYTES]:
-            others = os.pread(file, words[OTHERS_BYTES], words[OTHERS_AT]).decode()
+        if waiting and words[OTHERS_BYTES]:
+            others = read(words[OTHERS_BYTES], words[OTHERS_AT]).decode()
         between = phase is Phase.BETWEEN
         return Beat(step, _PHASES[phase], (), waiting, flushes and used, mark, others, between)
     place, waiting = state >> 1, bool(state & WAITING)
-    if file is None or not words[NAMES_BYTES]:
+    if not words[NAMES_BYTES]:
         return Beat(step, f"instruction {place}", (), waiting, used, mark)
-    names = json.loads(os.pread(file, words[NAMES_BYTES], words[NAMES_AT]))
+    names = json.loads(read(words[NAMES_BYTES], words[NAMES_AT]))
     doing, peers, where = names[place] if place < len(names) else (f"instruction {place}", (), "")
     return Beat(step, doing, tuple(peers), waiting, used, mark, where)

@@ -21,17 +21,12 @@ from launcher.secrets import mask
 from launcher.terminal import shortened
 from strategies.errors import PipelineError, RunError, without_stack
 from strategies.heartbeat import Beat, Heartbeat, read_end
+from strategies.raised import PAIR_CLOSED, has_lost
 from strategies.small_file import read_json
 
 _TAIL_LINES = 12
 _MOST_BYTES = 1 << 26
 _MOST, _MOST_LINE = 4_000, 400  # characters of somebody's exception, and of a line of a log
-# Gloo's second word where a wait has ended in vain: whoever next uses what it has closed.
-_PAIR_CLOSED = "Application timeout"
-_LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", _PAIR_CLOSED)
-_OTHER_FAILED = "another rank failed"
-# Code that exchanges messages between ranks. What other code raises has these words by chance.
-_EXCHANGE = ("torch.distributed", "strategies.runtime", "launcher.rank", "launcher.processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,28 +110,8 @@ def raised(rank: int, error: BaseException) -> Failure:
         kind=type(error).__name__,
         message=shortened(mask(said), _MOST),
         exit_code=error.exit_code if isinstance(error, PipelineError) else 1,
-        lost=_has_lost(error),
+        lost=has_lost(error),
     )
-
-
-def _has_lost(error: BaseException | None) -> bool:
-    """Whether a lost connection between ranks is what it says, or what it was raised over.
-
-    A word alone tells nothing: a database refuses connections, too. So the exception has to come
-    from code that exchanges messages.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        where = str(frames[-1].f_globals.get("__name__")) if frames else ""
-        ours = any(where == name or where.startswith(f"{name}.") for name in _EXCHANGE)
-        if isinstance(error, PipelineError):  # It says what it means, and may quote anything.
-            return ours and _OTHER_FAILED in str(error)
-        if ours and any(word in str(error) for word in _LOST):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def read_failure(run_dir: Path, rank: int) -> Failure | None:
@@ -187,13 +162,13 @@ def is_consequence(failure: Failure) -> bool:
 
 def timed_out(failure: Failure) -> bool:
     """Whether a rank has given up waiting for another."""
-    words = ("Timed out", "timed out", _PAIR_CLOSED)
+    words = ("Timed out", "timed out", PAIR_CLOSED)
     return failure.lost and any(word in failure.message for word in words)
 
 
 def timed_out_earlier(failure: Failure) -> bool:
     """Whether somebody else has, any time ago: a checkpoint's thread, say, and here it is heard."""
-    return failure.lost and _PAIR_CLOSED in failure.message
+    return failure.lost and PAIR_CLOSED in failure.message
 
 
 def describe(failure: Failure, log: Path) -> str:

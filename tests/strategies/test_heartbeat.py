@@ -93,5 +93,5 @@ def test_a_heartbeat_that_nobody_reads_works_alike():
     heartbeat.begin(heartbeat.names([("F mb=0 of stage 0", (), "")]), fresh=False)
     heartbeat.words[STATE] = 0
     heartbeat.tell("/a/run", watch_s=1)
-    assert heartbeat.beat().doing == "instruction 0"
+    assert heartbeat.beat().doing == "F mb=0 of stage 0"
     assert not heartbeat.told_to_leave

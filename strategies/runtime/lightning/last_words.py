@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from subprocess import Popen
 from traceback import walk_tb
@@ -26,13 +26,13 @@ from weakref import ref
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch._C._distributed_c10d import Store
 
-from strategies.errors import PipelineError, readable
+from strategies.errors import PipelineError, one_line, readable
+from strategies.raised import has_lost, raised_by
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _GRACE_S = 3.0  # for rank 0, which speaks first where all ranks have something to say
 _LOOK_S = 0.02
-_LOST = re.compile("(?i)connection (closed|reset|refused)|broken pipe|socket closed|GLHF")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,19 @@ class LastWords:
     ) -> None:
         said = str(error) if isinstance(error, PipelineError) else _refused_by_lightning(error)
         refused = said is not None
-        lost = is_lost(error)
-        voices = self._voices()
+        lost = has_lost(error)
+        voices, source = self._voices(), raised_by(error)
         keep = os.environ.get("FOLDPIPE_TRACEBACK", "0") not in ("", "0")
         if keep or not (refused or (lost and voices is not None)):
             self._before(kind, error, trace)
+            if voices is not None:
+                with suppress(RuntimeError, ValueError):  # The store has gone with rank 0.
+                    voices.store.set(f"done/{voices.rank}", "")
             return
         code = error.exit_code if isinstance(error, PipelineError) else 2 if refused else 1
-        if voices is not None:
+        if voices is not None and source is not None:
+            _follow(voices, source, one_line(error))
+        elif voices is not None:
             code = _agree(voices, said, code)
         elif said is not None:
             _tell(said)
@@ -139,9 +144,16 @@ def _of_the_trainer(error: BaseException) -> bool:
 _TRAINER = "lightning/pytorch/trainer/trainer.py"
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether all this says is that another rank has gone."""
-    return isinstance(error, RuntimeError | OSError) and bool(_LOST.search(str(error)))
+def _follow(voices: Voices, source: int, said: str) -> None:
+    """Leaves it to the rank that has raised it to tell it; tells it where that one does not."""
+    try:
+        store = voices.store
+        told = until(lambda: store.check([f"done/{source}"]), _GRACE_S)
+        if not told and store.add("told", 1) == 1:
+            _tell(f"rank {source}: {said}")
+        _leave(voices, waits=True)
+    except (RuntimeError, ValueError):
+        pass  # Rank 0, which kept the store, has ended, and it does not do so in silence.
 
 
 def _agree(voices: Voices, said: str | None, code: int) -> int:
@@ -152,7 +164,7 @@ def _agree(voices: Voices, said: str | None, code: int) -> int:
         if said is not None:
             store.set(f"said/{rank}", json.dumps([code, said]))
         if rank:
-            _until(lambda: store.check(["told"]), _GRACE_S)
+            until(lambda: store.check(["told"]), _GRACE_S)
         first = store.add("told", 1) == 1
         spoken = rank
         if said is None:
@@ -168,18 +180,25 @@ def _agree(voices: Voices, said: str | None, code: int) -> int:
                 "error that it tells itself, or by a kill (for lack of memory, say). "
                 "FOLDPIPE_TRACEBACK=1 shows where each rank was."
             )
-        store.set(f"done/{rank}", "")
-        if rank == 0:
-            _until(lambda: store.check([f"done/{other}" for other in others]), _GRACE_S / 6)
-            _end_waiting(voices)
-        elif not first:
-            # Lightning's observer in rank 0 would report an end of ours that comes first. The
-            # store is left alone: torch writes a page about one that has gone.
-            parent = os.getppid()
-            _until(lambda: os.getppid() != parent, _GRACE_S / 3)
+        _leave(voices, waits=not first)
     except (RuntimeError, ValueError):
         pass  # Rank 0, which kept the store, has ended, and it does not do so in silence.
     return code
+
+
+def _leave(voices: Voices, *, waits: bool) -> None:
+    """Rank 0 ends last, the others with it; ``waits``: this one, for rank 0."""
+    rank, store = voices.rank, voices.store
+    store.set(f"done/{rank}", "")
+    if rank == 0:
+        others = [f"done/{other}" for other in range(1, voices.world_size)]
+        until(lambda: store.check(others), _GRACE_S / 6)
+        _end_waiting(voices)
+    elif waits:
+        # Lightning's observer in rank 0 would report an end of ours that comes first. The
+        # store is left alone: torch writes a page about one that has gone.
+        parent = os.getppid()
+        until(lambda: os.getppid() != parent, _GRACE_S / 3)
 
 
 def _end_waiting(voices: Voices) -> None:
@@ -222,7 +241,8 @@ def _tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def _until(ready: Callable[[], bool], most_s: float) -> None:
+def until(ready: Callable[[], bool], most_s: float) -> bool:
     began = time.monotonic()
-    while not ready() and time.monotonic() - began < most_s:
+    while not (done := ready()) and time.monotonic() - began < most_s:
         time.sleep(_LOOK_S)
+    return done

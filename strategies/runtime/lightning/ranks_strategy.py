@@ -6,18 +6,22 @@ import atexit
 import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +30,26 @@ from strategies.errors import PlanError, by_host
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.models.state import Generators
 from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_experts
+from strategies.raised import raised_by
+from strategies.runtime.lightning.common_end import (
+    End,
+    Rank,
+    end_by,
+    end_together,
+    save_what_can_be,
+    saves_now,
+)
 from strategies.runtime.lightning.last_words import Voices, speak_once
 from strategies.runtime.messages.exchange import everybody
-from strategies.runtime.messages.joining import connecting, gpu_backend, join, ranks_gpus, uuid_of
+from strategies.runtime.messages.joining import (
+    call_roll,
+    connecting,
+    gpu_backend,
+    join,
+    ranks_gpus,
+    uuid_of,
+)
+from strategies.runtime.messages.meeting import Meeting, meeting
 from strategies.runtime.messages.mesh import (
     Communicators,
     Coordinates,
@@ -60,6 +81,7 @@ class RanksStrategy(ParallelStrategy):
         self._world: dist.ProcessGroup | None = None
         self._seeded = True  # whether all ranks have drawn the same before they met
         self._gpu_backend: Backend = "nccl"  # of backend=auto; known when the ranks have joined
+        self._apart: str | None = None  # why ranks have ended their connections, once they have
 
     @property
     def is_distributed(self) -> bool:
@@ -176,7 +198,9 @@ class RanksStrategy(ParallelStrategy):
                 raise PlanError(
                     "backend=nccl sends between GPUs, and these ranks are on CPU. Try backend=auto."
                 )
-            self._launcher = _Scripts(self.cluster_environment, self.num_processes, self._num_nodes)
+            self._launcher = _Scripts(
+                self.cluster_environment, self.num_processes, self._num_nodes, self._together
+            )
 
     def setup_environment(self) -> None:
         """Joins the processes; runs before the module's own ``setup``."""
@@ -187,14 +211,9 @@ class RanksStrategy(ParallelStrategy):
             device, rank = self.root_device, self.global_rank
             compares = self._options.backend == "auto" and device.type == "cuda"
             self._heartbeat.phase(Phase.JOINING)
+            met, store = meeting(), None
             if not dist.is_initialized():
-                store, self._hosts = join(
-                    rank=rank,
-                    world_size=self.world_size,
-                    address=self.cluster_environment.main_address,
-                    port=self.cluster_environment.main_port,
-                    timeout_s=self._options.timeout_s,
-                )
+                store, self._hosts = self._join(met)
                 if len(set(self._hosts.values())) > 1:
                     self._heartbeat.others(by_host(self._hosts))
                 if compares:
@@ -203,6 +222,7 @@ class RanksStrategy(ParallelStrategy):
                 # The default group serves Lightning's own object broadcasts; ours are made from it.
                 backend = "cpu:gloo,cuda:nccl" if self.backend == "nccl" else "gloo"
                 timeout = timedelta(seconds=self._options.timeout_s)
+                met.begins()
                 with connecting(), nullcontext() if self._watched else speak_once().outermost():
                     _init_dist_connection(
                         self.cluster_environment, backend, timeout=timeout, store=store
@@ -212,8 +232,9 @@ class RanksStrategy(ParallelStrategy):
                 gpus = everybody().everyone(uuid_of(device))
                 self._gpu_backend = gpu_backend(gpus, rank=rank)
             _pause_at_exit()
+            met.has_begun(store)
             self._heartbeat.phase(Phase.SETTING_UP)
-            self._world = dist.group.WORLD
+            self._world, self._apart = dist.group.WORLD, None
             self._draw_alike()
 
     def _draw_alike(self) -> None:
@@ -233,6 +254,62 @@ class RanksStrategy(ParallelStrategy):
         by_hand = len(set(seeds)) > 1 and max(seeds) < _SEEDS
         first = self.coordinates.replica(self.coordinates.dp_rank)[0] if by_hand else 0
         drawn[first][1].put_back()
+
+    def _join(self, met: Meeting) -> tuple[Store, dict[int, str]]:
+        """Meets the other ranks: for the first time, or where they have met before."""
+        rank, world_size = self.global_rank, self.world_size
+        timeout_s, store = self._options.timeout_s, met.again()
+        if store is not None:
+            hosts = call_roll(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
+            return store, hosts
+        assert self.cluster_environment is not None
+        return join(
+            rank=rank,
+            world_size=world_size,
+            address=self.cluster_environment.main_address,
+            port=self.cluster_environment.main_port,
+            timeout_s=timeout_s,
+        )
+
+    @contextmanager
+    def _together(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Around a fit or its kin: all ranks return from it, or all raise the same.
+
+        Raises:
+            BaseException: What this rank has raised, or another one.
+        """
+        met = meeting()
+        try:
+            yield
+            if met.is_on:
+                end_together()
+        except _TunerExitException:
+            raise  # All ranks do; the Trainer takes it for an end without a failure.
+        except BaseException as error:
+            beat = self._heartbeat.beat()
+            here = Rank(
+                rank=super().global_rank,
+                world_size=super().world_size,
+                step=trainer.global_step,
+                beat=beat,
+                is_free=beat.between or self._pipeline == 1,
+                timeout_s=self._options.timeout_s,
+                watched=self._watched,
+            )
+            end = end_by(error, here, met, saves=saves_now(trainer), settle=self._settle_saves)
+            self._part(trainer, end)
+            if end.error is error:
+                raise
+            raise end.error from error
+
+    def _part(self, trainer: pl.Trainer, end: End) -> None:
+        """The ranks have ended their connections, unless all have failed alike."""
+        if end.why is not None:
+            self._world, self._apart = None, end.why
+        save_what_can_be(trainer, aloud=raised_by(end.error) is None)
+
+    def _settle_saves(self, most_s: float) -> None:
+        """Waits so long for a checkpoint that is being written."""
 
     def _speak(self, store: Store) -> None:
         """What nobody catches is told by one rank, unless a launcher does that."""
@@ -265,7 +342,32 @@ class RanksStrategy(ParallelStrategy):
 
 
 class _Scripts(_SubprocessScriptLauncher):
-    """Lightning's, which runs the script once more for each other rank: where there is one."""
+    """Lightning's, which runs the script once more for each other rank: where there is one.
+
+    Args:
+        together: Goes around what all ranks then run.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        together: Callable[[pl.Trainer], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._around = together
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert trainer is not None
+        with self._around(trainer):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
         main = sys.modules["__main__"]

@@ -72,6 +72,7 @@ from strategies.runtime.lightning.user_module import stage_model_of
 from strategies.runtime.messages import fingerprint
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.fingerprint import compare
+from strategies.runtime.messages.meeting import meeting
 from strategies.runtime.update.main_optimizer import (
     MainOptimizer,
     check_elementwise,
@@ -114,6 +115,9 @@ class SetupStrategy(UpdatingStrategy):
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._engine is not None and self._met != meeting().number:
+            refuse_cut(module)  # The connections of its engine have ended with a fit that failed.
+            self._engine = self._saver = self._device_mesh = None
         other = self._engine is not None and (
             self._engine_module is not module or self.whole.changed
         )
@@ -178,6 +182,7 @@ class SetupStrategy(UpdatingStrategy):
             # It may have changed between two reads.
             self._plan = replace(self._plan, file=self.broadcast(self._plan.file))
         self._engine_module, self._whole = module, WholeModule(module)
+        self._met = meeting().number
         self._rows_told = RowsTold(module)
         seed = self._options.seed
         if seed is None:

@@ -44,6 +44,7 @@ from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
 from strategies.runtime.lightning.setup_strategy import SetupStrategy
 from strategies.runtime.messages.exchange import Exchange
+from strategies.runtime.messages.meeting import meeting
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 
@@ -223,6 +224,7 @@ class PipelineStrategy(SetupStrategy):
         return moved
 
     def lightning_module_state_dict(self) -> Any:
+        self._refuse_apart()
         self.drain()
         self.engine.mirror.share()  # A checkpoint is of what all ranks have.
         with self._away():
@@ -483,7 +485,7 @@ class PipelineStrategy(SetupStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """All processes; what was sent is let go first. Inside a step, where not all come, none."""
-        if self.inside_step:
+        if self.inside_step or self._apart is not None:
             return
         if self._engine is not None:
             self._engine.drain()
@@ -518,7 +520,7 @@ class PipelineStrategy(SetupStrategy):
         """Over the replicas, ``[dp, ...]``; with one replica as it is, as on a single device."""
         if group is not None and group is not self._world and group is not dist.group.WORLD:
             return super().all_gather(tensor, group, sync_grads)
-        if self.dp == 1:
+        if self.dp == 1 or self._apart is not None:
             return tensor
         if self.inside_step:
             return gather(tensor, None, sync_grads=sync_grads)
@@ -599,9 +601,11 @@ class PipelineStrategy(SetupStrategy):
         if self._engine is not None:
             self._engine.remove_hooks()
             if self._trainer.state.status == TrainerStatus.RUNNING and self._pipeline > 1:
-                self._make_whole()
+                self._make_whole(asked=self._options.whole_after)
         if self._hooks is not None:
             self._hooks.unwatch()
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            meeting().end()  # Callbacks have saved what they could.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -40,7 +40,6 @@ def join(
         PlanError: The port is taken; names the holder.
         RunError: Ranks have not come; names them.
     """
-    began = time.monotonic()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     master = rank == 0 and not agent and "FOLDPIPE_STORE" not in os.environ
@@ -49,6 +48,16 @@ def join(
     token = os.environ.get("FOLDPIPE_STORE", "")  # that store takes no key without it
     place = f"{token}/foldpipe/{attempt}" if token else f"foldpipe/{attempt}"
     store = PrefixStore(place, _store(address, port, timeout_s, master=master))
+    return store, call_roll(store, rank=rank, world_size=world_size, timeout_s=timeout_s)
+
+
+def call_roll(store: Store, *, rank: int, world_size: int, timeout_s: float) -> dict[int, str]:
+    """Returns when all ranks have come to this store: each rank's host.
+
+    Raises:
+        RunError: Ranks have not come; names them.
+    """
+    began = time.monotonic()
     store.set(f"here/{rank}", socket.gethostname())
     missing = list(range(world_size))
     while missing:
@@ -65,7 +74,7 @@ def join(
         if missing:
             time.sleep(_LOOK_S)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return store, _hosts(store, range(world_size))
+    return _hosts(store, range(world_size))
 
 
 _BROKEN = re.compile("(?i)connect|broken pipe|socket closed|timed? ?out|GLHF")

@@ -225,8 +225,8 @@ def _one_loop() -> Iterator[None]:
 def _give_back(groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]) -> None:
     """Gives groups back without the other processes, which come to that at times of their own."""
     for group in groups.values() if dist.is_initialized() else ():
-        if dist.get_rank(group) < 0:
-            continue
+        if group not in distributed_c10d._world.pg_map or dist.get_rank(group) < 0:
+            continue  # It was ended with all others, or is one of other ranks.
         if dist.get_backend(group) == "gloo":
             dist.destroy_process_group(group)
         else:

@@ -205,6 +205,7 @@ class Channel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             link.setsockopt(socket.SOL_SOCKET, option, wait)
         weakref.finalize(self, link.close)
+        _channels.add(self)
         # Own blocks, by size: number, and its bytes. Which of them the other end has: 1.
         self._blocks: dict[int, list[tuple[int, Tensor]]] = {}
         self._count = 0
@@ -226,6 +227,11 @@ class Channel:
         """Ends it before anything has been said."""
         os.close(self._lent_fd)
         self._link.close()
+
+    def hang_up(self) -> None:
+        """Ends it at both ends, for whoever waits there; forked loaders have the socket, too."""
+        with suppress(OSError):  # The other end has gone.
+            self._link.shutdown(socket.SHUT_RDWR)
 
     def hear(self, flags: int = 0) -> str:
         """Receives the other end's first packet; returns who it is."""
@@ -419,6 +425,15 @@ class Channel:
             f"Timed out waiting {self._timeout_s * 1e3:.0f}ms for {what} operation to complete "
             "with a rank of this machine"
         )
+
+
+# Of this process: they end together, with the default group.
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def hang_up() -> None:
+    for channel in list(_channels):
+        channel.hang_up()
 
 
 _ROOM = socket.CMSG_SPACE(_FD.size) if hasattr(socket, "CMSG_SPACE") else 0

@@ -266,6 +266,11 @@ class Saver:
                 return
         remove_old(path)
 
+    def wait(self, most_s: float) -> None:
+        """Waits so long until nothing is being written; raises nothing."""
+        if self._thread is not None:
+            self._thread.join(most_s)
+
     def check(self) -> None:
         """Raises what has gone wrong since the last call; waits for nothing."""
         if self._thread is not None and not self._thread.is_alive():

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.errors import CheckpointError
+from strategies.errors import CheckpointError, ModelError
 from strategies.heartbeat import Heartbeat
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
@@ -31,11 +32,13 @@ from strategies.runtime.lightning.checkpoints.rank_folder import (
     set_random_state,
 )
 from strategies.runtime.lightning.checkpoints.whole_state import (
+    LEFT,
     WholeModule,
     bring_together,
     fits,
     without_sights,
 )
+from strategies.runtime.lightning.common_end import ApartError, End
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.exchange import Exchange, everybody
@@ -78,6 +81,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._rates: SharedRates | None = None
         self._updates = 0  # that this rank has applied
         self._updating = False  # whether one has begun, and not ended
+        self._met = 0  # in which group of all processes the engine was made
 
     @property
     def engine(self) -> Engine:
@@ -111,6 +115,7 @@ class CheckpointingStrategy(RanksStrategy):
         Args:
             everywhere: Whether every rank gets it; else rank 0 does, and the others get {}.
         """
+        self._refuse_apart()
         state: Any = self.lightning_module_state_dict()
         state = without_sights(state, None)
         where, experts = self.coordinates, self.engine.model.experts
@@ -138,6 +143,45 @@ class CheckpointingStrategy(RanksStrategy):
         foreign = self.whole.foreign(speaks=where.dp_rank == where.tp_rank == 0)
         return {name: value for name, value in own.items() if name not in foreign}
 
+    def _refuse_apart(self) -> None:
+        """Refuses to bring together what ranks hold that have ended their connections.
+
+        Raises:
+            ApartError: They have, since one of them has failed; or nothing is there yet.
+        """
+        if self._engine is None:
+            raise ApartError("no checkpoint was written: training had not begun.")
+        if self._apart is not None:
+            raise ApartError(
+                f"no checkpoint was written: {self._apart}, and the ranks have ended their "
+                "connections, so their state cannot be brought together. Earlier checkpoints stay."
+            )
+
+    def _settle_saves(self, most_s: float) -> None:
+        if self._saver is not None:
+            self._saver.wait(most_s)
+
+    def _part(self, trainer: pl.Trainer, end: End) -> None:
+        super()._part(trainer, end)
+        if self._apart is not None and self._engine is not None and self._pipeline > 1:
+            # Its next fit makes it whole: there the ranks have connections again.
+            vars(self.whole.module)[LEFT] = partial(self._make_whole_again, trainer.global_step)
+
+    def _make_whole_again(self, step: int) -> None:
+        """Makes a module whole that a fit has left cut that failed; collective."""
+        steps = everybody().everyone(step)
+        mains = self.engine.mains
+        if self.whole.restored or mains.sharded or self.engine.late.open:
+            return
+        if len({*steps}) > 1:
+            raise ModelError(
+                f"the fit before has failed, and its ranks were at different steps: "
+                f"{', '.join(map(str, steps))}. So were the weights of "
+                f"{type(self.whole.module).__name__}. Make the module anew, and load a checkpoint "
+                "into it."
+            )
+        self._make_whole(asked="auto")
+
     def _note_cut(self) -> None:
         """The module has been cut, and its buffers are the same on all ranks."""
         names = self.engine.model.parameter_names
@@ -145,9 +189,9 @@ class CheckpointingStrategy(RanksStrategy):
         self.whole.cut(free.keys() - set(names))
         self._lasting = LastingState(self.whole.module)
 
-    def _make_whole(self) -> None:
+    def _make_whole(self, *, asked: bool | Literal["auto"]) -> None:
         """After training, all weights on every rank, if that is asked for and fits; collective."""
-        asked, copies = self._options.whole_after, self.num_processes
+        copies = self.num_processes
         reason = "ep > 1 has spread its experts" if self._options.ep > 1 else None
         if self._options.tp > 1:
             reason = "tp > 1 has cut its matrices"

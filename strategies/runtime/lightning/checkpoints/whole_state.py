@@ -42,6 +42,8 @@ from strategies.runtime.storage.part import Piece, as_piece, flatten, unflatten
 _BLOCK_BYTES = 1 << 26
 # How much of a host's free memory whole modules may take.
 _SHARE = 0.5
+# Of a module that a failed fit has left cut: what makes it whole when its ranks have met again.
+LEFT = "_foldpipe_left"
 
 
 def bring_together(state: Mapping[str, Any], *, everywhere: bool) -> dict[str, Any]:
@@ -453,11 +455,16 @@ def _seen(summary: Any) -> SimpleNamespace:
 
 
 def refuse_cut(module: nn.Module) -> None:
-    """Refuses a module that another strategy has cut, and left so.
+    """Refuses a module that another strategy has cut, and left so; collective.
+
+    One that was left so because its fit has failed is made whole, if that can be.
 
     Raises:
         ModelError: It is such a one.
     """
+    make_whole = vars(module).pop(LEFT, None)
+    if make_whole is not None:
+        make_whole()
     for child in module.modules():
         values: Iterable[Any] = child.__dict__.values()
         if isinstance(child, Elsewhere) or any(type(value) is Hole for value in values):

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from strategies.errors import ModelError
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.path import ParameterTable
+from strategies.raised import is_late
 from strategies.runtime.engine.rank_engine import Engine
-from strategies.runtime.lightning.last_words import is_lost
 from strategies.runtime.messages.control import Bulletin
 
 _PATIENCE_S = 300.0
@@ -117,7 +117,7 @@ class WholeParameters:
             try:
                 said = self._bulletin.read()
             except RuntimeError as error:
-                if is_lost(error):
+                if not is_late(error):
                     raise
                 raise self._apart(label, f"nothing for {self._patience_s:.0f} s") from error
             kinds = {one["kind"] for one in said}

@@ -24,6 +24,8 @@ from strategies.errors import ModelError, PipelineError, PlanError
 from strategies.runtime.lightning.last_words import LastWords, Voices, in_python, speak_once
 from tests.ranks.rank_server import variables
 
+CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. GLHF!"
+
 SCRIPT = """
 import lightning.pytorch as pl, torch
 from torch import nn
@@ -171,10 +173,10 @@ def test_all_else_goes_to_the_hook_that_was_there(monkeypatch: pytest.MonkeyPatc
     words = speak_once()
     assert speak_once() is words
     words(ValueError, ValueError("mine"), None)
-    words(RuntimeError, RuntimeError("Connection closed by peer"), None)  # nobody else was there
+    words(RuntimeError, RuntimeError(CLOSED), None)  # nobody else was there
     monkeypatch.setenv("FOLDPIPE_TRACEBACK", "1")
     words(PlanError, PlanError("no"), None)
-    assert [str(error) for error in seen] == ["mine", "Connection closed by peer", "no"]
+    assert [str(error) for error in seen] == ["mine", CLOSED, "no"]
 
 
 def _together(
@@ -207,7 +209,7 @@ def test_ranks_that_are_refused_together_say_it_once(capsys: pytest.CaptureFixtu
 
 
 def test_what_another_rank_refuses_is_told_in_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    lost = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1. GLHF!")
+    lost = RuntimeError(CLOSED)
     codes, said = _together(lost, ModelError("only here"), capsys)
     assert codes == [2, 2]
     assert said == "error: rank 1: only here\n"
@@ -216,7 +218,7 @@ def test_what_another_rank_refuses_is_told_in_its_name(capsys: pytest.CaptureFix
 def test_a_lost_rank_is_one_line_where_nobody_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     words, voices = LastWords(sys.__excepthook__), Voices(HashStore(), 0, 2, [])
     words.follow(voices)
-    assert _end(words, RuntimeError("Connection reset by peer. GLHF!")) == 1
+    assert _end(words, RuntimeError(CLOSED)) == 1
     said = capsys.readouterr().err
     assert re.fullmatch(r"error: rank 0 has lost its connection to another rank, [^\n]*\n", said)
 

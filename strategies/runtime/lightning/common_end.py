@@ -1,0 +1,228 @@
+"""The end of a fit, the same on all ranks: what one of them raises, all raise.
+
+A rank that fails says so in the store where the ranks meet, then it ends its connections. Whoever
+waits for it is released, finds there what has happened, and raises the same; so a script that
+catches it goes on with the next fit on all ranks, which meet again for that. A rank that waits in
+vain for the time-out does likewise with the place at which it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch._C._distributed_c10d import Store
+
+from strategies.errors import CheckpointError, RunError, name_ranks, one_line, readable
+from strategies.heartbeat import Beat
+from strategies.raised import has_lost, in_plain_data, is_late, made_again
+from strategies.runtime.lightning.last_words import until
+from strategies.runtime.messages.meeting import Meeting
+
+_ANSWER_S = 5.0  # for ranks to be released, and to say that they have heard
+_TOGETHER_S = 2.0  # for all ranks to fail by themselves, where a callback saves then
+_SAVING_S = 10.0  # for a checkpoint that is being written
+
+
+class ApartError(CheckpointError):
+    """A collective call after the ranks have ended their connections."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Whose fit ends.
+
+    Attributes:
+        step: Optimizer steps that it has made.
+        beat: What it has done last.
+        is_free: Whether it is in no pass that other ranks take part in.
+        watched: Whether a launcher decides how the run ends, and keeps the store.
+    """
+
+    rank: int
+    world_size: int
+    step: int
+    beat: Beat
+    is_free: bool
+    timeout_s: float
+    watched: bool
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a fit has ended on this rank.
+
+    Attributes:
+        error: What to raise; the rank's own, or another's.
+        why: In words, for what cannot be done any more; None where all ranks have failed alike, so
+            that they can still do something together.
+    """
+
+    error: BaseException
+    why: str | None
+
+
+def end_together() -> None:
+    """Returns when all ranks have come to the end of their fit; collective.
+
+    Raises:
+        RuntimeError: One of them has failed instead.
+    """
+    dist.all_reduce(torch.zeros(()))
+
+
+def end_by(
+    error: BaseException, here: Rank, met: Meeting, *, saves: bool, settle: Callable[[float], None]
+) -> End:
+    """Tells the other ranks that this one has raised an error, or finds out which one has.
+
+    Args:
+        error: What this rank has raised.
+        here: This rank.
+        met: Where the ranks have met.
+        saves: Whether a callback is going to save now.
+        settle: Waits so long for what this rank is writing to be written.
+    """
+    if not met.is_on:
+        return End(error, None)
+    store = met.store
+    late = is_late(error)
+    own = not has_lost(error)
+    ended = False
+    try:
+        cause = None if own else _first(store, here)
+        if cause is None and (own or (late and not here.watched)):
+            told = {"late": late, "step": here.step, "free": here.is_free}
+            told |= {} if late else in_plain_data(error)
+            _say(store, here, "failed", told)
+        else:
+            _say(store, here, "heard", {})
+        if own and saves:
+            _print(f"rank {here.rank} failed at step {here.step}: {one_line(error)}")
+            if _all_alike(store, here):
+                ended = True
+                return End(error, None)
+        settle(_SAVING_S)
+        met.end()
+        ended = True
+        if cause is not None and not cause["late"]:
+            again = made_again(cause, rank=cause["rank"], step=cause["step"])
+            return End(again, f"rank {cause['rank']} has failed")
+        if not here.watched:
+            until(lambda: _have_answered(store, here), _ANSWER_S)
+        if own:
+            return End(error, f"{_who_failed(store, here)} ({one_line(error)})")
+        if cause is None and (not late or here.watched):
+            return End(error, "another rank has ended")
+        return End(RunError(_in_vain(store, here)), "ranks have waited for each other in vain")
+    except (RuntimeError, ValueError, LookupError):
+        # The store has gone, with the rank or the parent that kept it, or says nothing readable.
+        return End(error, "another rank has ended")
+    finally:
+        if not ended:
+            met.end()
+
+
+def _say(store: Store, here: Rank, what: str, told: dict[str, Any]) -> None:
+    doing = here.beat.describe()
+    place = {"rank": here.rank, "doing": doing, "waits": what == "heard" or told["late"]}
+    number = store.add("count", 1)
+    store.set(f"{what}/{here.rank}", json.dumps({**told, **place, "number": number}))
+
+
+def _first(store: Store, here: Rank) -> dict[str, Any] | None:
+    """What the first rank that has failed says; None where none has said anything."""
+    failed = [f"failed/{rank}" for rank in here.others]
+    found = [json.loads(store.get(key)) for key in failed if store.check([key])]
+    return min(found, key=lambda told: told["number"], default=None)
+
+
+def _have_answered(store: Store, here: Rank) -> bool:
+    keys = ([f"failed/{rank}", f"heard/{rank}"] for rank in here.others)
+    return all(any(store.check([key]) for key in either) for either in keys)
+
+
+def _who_failed(store: Store, here: Rank) -> str:
+    others = [rank for rank in here.others if store.check([f"failed/{rank}"])]
+    if not others:
+        return f"rank {here.rank} alone has failed"
+    return f"{name_ranks(sorted([here.rank, *others]))} have failed, not at the same place"
+
+
+def _all_alike(store: Store, here: Rank) -> bool:
+    """Whether all ranks fail by themselves, at the same step and outside of each other's passes."""
+    keys = [f"failed/{rank}" for rank in range(here.world_size)]
+    if not until(lambda: store.check(keys), _TOGETHER_S):
+        return False
+    told = [json.loads(store.get(key)) for key in keys]
+    return all(one["free"] and one["step"] == here.step for one in told)
+
+
+def _in_vain(store: Store, here: Rank) -> str:
+    """Where each rank stands, of a wait that has lasted for the time-out."""
+    lines = []
+    for rank in range(here.world_size):
+        key = next((k for k in (f"failed/{rank}", f"heard/{rank}") if store.check([k])), None)
+        told = None if key is None else json.loads(store.get(key))
+        if told is None:
+            lines.append(f"rank {rank} waits for no other rank: its loader, a callback or a step")
+        elif told["waits"]:
+            lines.append(f"rank {rank} waits {told['doing']}")
+        else:
+            lines.append(f"rank {rank} has failed {told['doing']}")
+    return (
+        f"a rank has waited for another one for timeout_s={here.timeout_s:g} s. "
+        f"{'; '.join(lines)}. Try a larger PipelineStrategy(timeout_s=...), if that may take so "
+        "long."
+    )
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"{readable(text)}\n")
+    sys.stderr.flush()
+
+
+# ------------------------------------------------------------------------- callbacks that save now
+
+
+def saves_now(trainer: pl.Trainer) -> bool:
+    """Whether a callback saves a checkpoint where a fit fails, as far as one can see."""
+    return any(_savers(trainer))
+
+
+def _savers(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [
+        callback
+        for callback in callbacks
+        if is_overridden("on_exception", callback, pl.Callback)
+        and getattr(callback, "save_on_exception", not isinstance(callback, ModelCheckpoint))
+    ]
+
+
+def save_what_can_be(trainer: pl.Trainer, *, aloud: bool) -> None:
+    """Callbacks go on without the checkpoint that cannot be written; ``aloud``: and say why."""
+    for callback in _savers(trainer):
+        callback.on_exception = partial(_leave_out, callback, callback.on_exception, aloud)
+
+
+def _leave_out(callback: Any, stock: Callable[..., object], aloud: bool, *given: Any) -> None:
+    vars(callback).pop("on_exception")
+    try:
+        stock(*given)
+    except ApartError as apart:
+        if aloud:
+            _print(str(apart))
