@@ -457,8 +457,11 @@ class Engine(RankPasses):
         entries = [LogEntry(call, share, stage, m % copies) for call, share, stage, m in calls]
         joins = self.coordinates.dp > 1
         bulletin = self._world_bulletin if joins else self._bulletin
-        bulletin.post([0, loss, start_packing(entries)(), None, None, rows])
-        return self._joined(self._by_replica(bulletin.read(), joins), StepResult(), rows=joins)
+        bulletin.post([0, loss, start_packing(entries)(), None, None, rows, self.ends])
+        replicas = self._by_replica(bulletin.read(), joins)
+        if joins:
+            self._check_ends(replicas)
+        return self._joined(replicas, StepResult(), rows=joins)
 
     def last_stats(self) -> StepStats | None:
         """Figures of the last training step itself; collective, at the end of training."""

@@ -274,7 +274,9 @@ class RankPasses(RankWeights):
                 # Without a flush an update takes the rates with which its batch has come.
                 looks = train and stream is None and not options.part
                 rates = self.rates.mark() if looks and self.rates else 0
-                bulletin.post([mark(), value, logs(), times, said, rows, stops, way, rates])
+                bulletin.post(
+                    [mark(), value, logs(), times, said, rows, stops, way, rates, self.ends]
+                )
 
             shares.append(share)
             if not self._runs_ahead:
@@ -328,6 +330,8 @@ class RankPasses(RankWeights):
             self._check_ways([answer[7] for answer in answers])
             if self.rates and len({answer[8] for each in replicas for answer in each}) > 1:
                 self.rates.refuse()
+            if joins:
+                self._check_ends(replicas)
             self._note([answer[3] for answer in answers])
             said = next((answer[4] for answer in answers if answer[4] is not None), None)
             self.mirror.take(said)
@@ -454,10 +458,32 @@ class RankPasses(RankWeights):
             )
             raise DataError(
                 "the ranks of one pipeline see different batches (checksums "
-                f"{listing}). The data order must not depend on the global random state: give the "
-                "loader a seeded generator or sampler, or set check_batches=False if the batches "
-                "differ on purpose."
+                f"{listing}). Data must not depend on the process: give the loader a seeded "
+                "generator or sampler, and divide data of your own by "
+                "trainer.distributed_sampler_kwargs (the replica's rank and num_replicas, the same "
+                "on all ranks of a pipeline) in place of trainer.global_rank and world_size."
             )
+
+    def _check_ends(self, replicas: list[list[list[Any]]]) -> None:
+        """Refuses that one replica's epoch ends and another's goes on: that one would wait for it.
+
+        All ranks have the same to look at, so all raise.
+        """
+        ends = [answers[0][-1] for answers in replicas]
+        done = [count for count, last in ends if last]
+        if len(done) in (0, len(ends)):
+            return
+        counts = [
+            f"replica {number} has {count if last or count else f'more than {max(done)}'}"
+            for number, (count, last) in enumerate(ends)
+        ]
+        raise DataError(
+            f"replicas have unequal numbers of training batches in an epoch: {', '.join(counts)}. "
+            "Each step adds up the gradients of all replicas, so one would wait for another in "
+            "vain. Give all the same number (let the data set be divided by "
+            "trainer.distributed_sampler_kwargs, or end with the shortest share), or set "
+            f"Trainer(limit_train_batches={min(done)})."
+        )
 
     def _check_ways(self, ways: list[int]) -> None:
         if len(set(ways)) > 1:

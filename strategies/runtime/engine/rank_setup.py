@@ -211,6 +211,8 @@ class RankSetup:
         self._compared = False
         self._began = False
         self._ways: set[int] = set()  # of the training step that all ranks know of, but the first
+        # How many batches this replica's epoch has, None if nobody knows, and whether it ends now.
+        self.ends: tuple[int | None, bool] = None, False
         self._silence_s = min(60.0, options.timeout_s)
         self._short_told = False
         self._joined_steps: set[str] = set()  # whose rows are known

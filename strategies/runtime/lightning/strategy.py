@@ -37,7 +37,12 @@ from strategies.runtime.lightning.data_order import (
     catch_up,
 )
 from strategies.runtime.lightning.hooks.epoch_metrics import EPOCH, STEP
-from strategies.runtime.lightning.hooks.hook_state import ALIKE, ends_loader, repeat_logs
+from strategies.runtime.lightning.hooks.hook_state import (
+    ALIKE,
+    ends_loader,
+    epoch_ends,
+    repeat_logs,
+)
 from strategies.runtime.lightning.last_words import speak_once
 from strategies.runtime.lightning.manual_optimization import ManualOptimization, UncutByHand
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
@@ -262,6 +267,7 @@ class PipelineStrategy(SetupStrategy):
         if batch_idx is None:
             batch_idx = trainer.fit_loop.batch_idx
         self._heartbeat.step(trainer.global_step + 1)
+        self.engine.ends = epoch_ends(trainer)
         if self.is_global_zero:
             rows = count_rows(batch, self._loaders)
             count = self._plan.num_microbatches

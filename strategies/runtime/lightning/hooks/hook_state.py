@@ -73,6 +73,8 @@ class HookState(pl.Callback):
 
     def _ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         engine = self._engine()
+        if trainer.training and engine.coordinates.dp > 1:
+            _refuse_no_batch(trainer, engine)
         engine.mirror.share()
         if not trainer.predicting and engine.coordinates.dp > 1:
             join_epoch(trainer, pl_module, engine.whole.replicas)
@@ -121,6 +123,31 @@ def _as_many_batches(trainer: pl.Trainer, engine: Engine) -> bool:
     group = engine.communicators.get("control", everybody)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     return isfinite(number) and float(bounds[0]) == -float(bounds[1])
+
+
+def epoch_ends(trainer: pl.Trainer) -> tuple[int | None, bool]:
+    """How many training batches the epoch has, None if nobody knows, and whether this is the last.
+
+    Asked inside a training step. The step that ends the training ends the epoch, too.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    steps = trainer.global_step + (not loop._should_accumulate())
+    if loop._num_ready_batches_reached() or 0 < loop.max_steps <= steps:
+        return int(loop.batch_progress.current.ready), True
+    known = trainer.num_training_batches
+    return (int(known) if isfinite(known) else None), False
+
+
+def _refuse_no_batch(trainer: pl.Trainer, engine: Engine) -> None:
+    """Of a replica whose loader is empty, while others may wait for it in their first step."""
+    loop = trainer.fit_loop.epoch_loop
+    if loop.batch_progress.current.ready or trainer.should_stop or loop._is_training_done:
+        return
+    raise DataError(
+        f"replica {engine.coordinates.dp_rank} has 0 training batches in this epoch, and every "
+        "step adds up the gradients of all replicas. Give all of them the same number (let the "
+        "data set be divided by trainer.distributed_sampler_kwargs)."
+    )
 
 
 def ends_loader(trainer: pl.Trainer, loader: Sequence[int]) -> bool:

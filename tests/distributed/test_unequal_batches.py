@@ -1,0 +1,119 @@
+"""Replicas that have not the same number of training batches: all say so, and none waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from strategies.errors import DataError
+from tests.distributed.test_common_end import WIDTH, Net, strategy
+from tests.ranks.fit import trainer_of
+
+pytestmark = pytest.mark.distributed
+
+
+class Some(IterableDataset[Tensor]):
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        generator = torch.Generator().manual_seed(self.batches)
+        for _ in range(self.batches):
+            yield (torch.randn(8, WIDTH, generator=generator, dtype=torch.float64),)
+
+
+class Sized(Some):
+    def __len__(self) -> int:
+        return self.batches
+
+
+class Shares(Net):
+    def __init__(self, counts: list[int], sized: bool, by_hand: bool, ends: bool) -> None:
+        super().__init__(0)
+        self.counts, self.sized, self.ends = counts, sized, ends
+        self.automatic_optimization = not by_hand
+
+    def train_dataloader(self) -> Any:
+        replica = self.trainer.distributed_sampler_kwargs["rank"]
+        count = 0 if self.ends and replica and self.current_epoch else self.counts[replica]
+        data = (Sized if self.sized else Some)(count)
+        return DataLoader(data, batch_size=None)
+
+
+class ByHand(Shares):
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def counted(
+    counts: list[int], layout: dict[str, Any], *, sized: bool = False, by_hand: bool = False,
+    ends: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    trainer = trainer_of(
+        strategy(**layout), **{"max_epochs": 2, "use_distributed_sampler": False} | options
+    )
+    module = (ByHand if by_hand else Shares)(counts, sized, by_hand, ends)
+    try:
+        trainer.fit(module)
+    except DataError as error:
+        return str(error)
+    return trainer.global_step
+
+
+BOTH = {"pp": 1, "dp": 2}
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "said"),
+    [
+        ([3, 2], {}, "replica 0 has more than 2, replica 1 has 2. "),
+        ([2, 3], {}, "replica 0 has 2, replica 1 has more than 2. "),
+        ([3, 2], {"sized": True}, "replica 0 has 3, replica 1 has 2. "),
+        ([3, 2], {"by_hand": True}, "replica 0 has more than 2, replica 1 has 2. "),
+        ([3, 2], {"accumulate_grad_batches": 2}, "replica 0 has more than 2, replica 1 has 2. "),
+        ([0, 2], {}, "the data loaders have no batch"),
+        (
+            [2, 2],
+            {"ends": True, "reload_dataloaders_every_n_epochs": 1},
+            "replica 1 has 0 training batches in this epoch",
+        ),
+    ],
+    ids=[
+        "first has more",
+        "second has more",
+        "known",
+        "by hand",
+        "accumulated",
+        "none",
+        "none later",
+    ],
+)
+def test_unequal_numbers_are_named_before_a_rank_waits(
+    ranks: Any, counts: list[int], options: dict[str, Any], said: str
+) -> None:
+    first, second = ranks(2).run(counted, counts=counts, layout=BOTH, **options)
+    assert first == second
+    assert said in first
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream_2bw"])
+def test_replicas_of_pipelines_say_so_as_well(ranks: Any, schedule: str) -> None:
+    layout = {"pp": 2, "dp": 2, "schedule": schedule}
+    found = ranks(4).run(counted, counts=[3, 2], layout=layout)
+    assert len(set(found)) == 1
+    assert "replica 0 has more than 2, replica 1 has 2. " in found[0]
+
+
+def test_what_ends_before_the_shorter_share_is_no_matter(ranks: Any) -> None:
+    assert ranks(2).run(counted, counts=[3, 2], layout=BOTH, limit_train_batches=2) == [4, 4]
+    assert ranks(2).run(counted, counts=[3, 2], layout=BOTH, max_steps=2) == [2, 2]
