@@ -107,11 +107,12 @@ def speak_once() -> LastWords:
     return words
 
 
+_BATCH_SIZE = "Tune it with a Trainer without PipelineStrategy (pp=1), or try sizes one by one."
 # What Lightning refuses, and what it leaves to be guessed.
 _WAYS_OUT = {
     "No supported gpu backend found": "Try Trainer(accelerator='cpu'), or 'auto'.",
-    "Tuning the batch size is currently not supported": "Tune it with a Trainer without "
-    "PipelineStrategy (pp=1), or try sizes one by one.",
+    "Tuning the batch size is currently not supported": _BATCH_SIZE,
+    "The Batch size finder is not supported": _BATCH_SIZE,
     "You selected an invalid strategy name": "Try Trainer(strategy=PipelineStrategy(pp=2)), an "
     "object of the class.",
     "`model` must be a `LightningModule`": "Give it a LightningModule that has the network as an "

@@ -370,15 +370,28 @@ class _Scripts(_SubprocessScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
-        main = sys.modules["__main__"]
-        if getattr(main, "__spec__", None) is None and not hasattr(main, "__file__"):
+        if not _can_be_started_again():
             raise PlanError(
                 f"{self.num_processes} processes are to run this script, and it is no file that "
-                "they could be started with: python -, python -c and notebooks have none. Try "
-                "it as a file, python train.py (in a notebook: %%writefile train.py, then !python "
-                "train.py)."
+                "they could be started with: python -, python -c and notebooks have none, nor "
+                "have folders, archives, /dev/fd and -m cProfile. Try it as a file, python "
+                "train.py (in a notebook: %%writefile train.py, then !python train.py)."
             )
         super()._call_children_scripts()
+
+
+def _can_be_started_again() -> bool:
+    """Whether Lightning's command for the other processes starts what runs here."""
+    main, script = sys.modules["__main__"], os.path.abspath(sys.argv[0])
+    spec = getattr(main, "__spec__", None)
+    if spec is None:  # python train.py
+        passed_on = script.startswith(("/dev/", "/proc/"))  # a descriptor, which they do not have
+        return hasattr(main, "__file__") and os.path.isfile(script) and not passed_on
+    if spec.name == "__main__":
+        return False  # a folder, or an archive
+    # python -m module; a module that runs another file, as profilers do, names that.
+    own = spec.origin is None or os.path.realpath(script) == os.path.realpath(spec.origin)
+    return own or not os.path.isfile(script)
 
 
 def make_device_mesh(

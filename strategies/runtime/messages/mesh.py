@@ -126,9 +126,11 @@ def check_world(*, pp: int, dp: int, tp: int = 1, world_size: int) -> None:
     wanted = pp * dp * tp
     if wanted != world_size:
         sharers = "" if tp == 1 else f" times tp={tp}"
+        replicas, rest = divmod(world_size, pp * tp)
+        fills = f", or dp={replicas}" if replicas and not rest else ""
         raise PlanError(
             f"pp={pp} times dp={dp}{sharers} is {wanted} processes, but there are {world_size}. "
-            f"Try devices={wanted}, or dp={max(1, world_size // (pp * tp))}."
+            f"Try devices={wanted}{fills}."
         )
 
 

@@ -318,6 +318,15 @@ class Grouped(Net):
         return nn.functional.cross_entropy(self.head(hidden - groups), batch[1])
 
 
+class Asserted(Net):
+    """Says how many rows it wants, between layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net(batch[0])
+        assert len(hidden) == BATCH, "a whole batch"
+        return nn.functional.cross_entropy(self.head(hidden), batch[1])
+
+
 class Edges(Net):
     """A graph whose nodes are the rows of a batch, all beside the last one."""
 
@@ -335,6 +344,10 @@ def edges() -> Any:
     return Edges()
 
 
+def asserted() -> Any:
+    return Asserted()
+
+
 def grouped() -> Any:
     return Grouped()
 
@@ -345,6 +358,7 @@ def test_a_step_that_needs_more_rows_than_a_microbatch_has(ranks: Callable[[int]
         (hardest, "loss_over=batch, which computes one loss of all rows, or a smaller", "Runtime"),
         (grouped, "a smaller num_microbatches.", "Runtime"),
         (edges, "a smaller num_microbatches.", "Index"),
+        (asserted, "a smaller num_microbatches.", "Assertion"),
     ):
         place = f"{__name__}:{case.__name__}"
         for answer in ranks(2).run(refusal, case=place, strategy={"pp": 2, "schedule": "1f1b"}):

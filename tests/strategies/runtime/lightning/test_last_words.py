@@ -89,9 +89,20 @@ def no_gpu() -> None:  # as a machine without one says it
     raise MisconfigurationException("No supported gpu backend found!")
 
 
+def finder() -> None:  # as the callback says it, which wants a loader of the module's own
+    raise MisconfigurationException(
+        "The Batch size finder is not supported with distributed strategies."
+    )
+
+
 @pytest.mark.parametrize(
     ("ask", "told"),
     [
+        (
+            lambda trainer: finder(),
+            "error: The Batch size finder is not supported with distributed strategies. Tune it "
+            "with a Trainer without PipelineStrategy (pp=1), or try sizes one by one.\n",
+        ),
         (
             lambda trainer: no_gpu(),
             "error: No supported gpu backend found. Try Trainer(accelerator='cpu'), or 'auto'.\n",
@@ -124,6 +135,7 @@ def no_gpu() -> None:  # as a machine without one says it
         ),
     ],
     ids=[
+        "the batch size",
         "no gpu",
         "a plain module",
         "no step",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from strategies import PipelineStrategy
 from strategies.errors import PlanError
+from strategies.runtime.lightning.ranks_strategy import _can_be_started_again
 
 
 def test_the_trainer_of_the_other_distribution_is_told_which_import_to_change():
@@ -42,9 +44,39 @@ def test_what_is_no_file_cannot_be_run_by_several_processes(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(
-        PlanError, match=r"python -c and notebooks have none\. Try it as a file, pyth"
+        PlanError, match=r"python -c and notebooks have none, nor have .* Try it as a file, pyth"
     ):
         trainer.fit(_Line(), DataLoader(torch.randn(8, 2), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("file", "argv", "spec", "can"),
+    [
+        ("train.py", "train.py", None, True),
+        ("<stdin>", "-", None, False),
+        (None, "-c", None, False),
+        ("/dev/fd/63", "/dev/fd/63", None, False),
+        ("gone.py", "gone.py", None, False),
+        ("app/__main__.py", "app", ("__main__", "app/__main__.py"), False),
+        ("app.pyz/__main__.py", "app.pyz", ("__main__", "app.pyz/__main__.py"), False),
+        ("package/run.py", "package/run.py", ("package.run", "package/run.py"), True),
+        ("package/run.py", "a name", ("package.run", "package/run.py"), True),
+        ("cProfile.py", "train.py", ("cProfile", "cProfile.py"), False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_runs_is_started_again_or_refused(monkeypatch, tmp_path, file, argv, spec, can):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "package/run.py", "cProfile.py", "app/__main__.py", "app.pyz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    main = ModuleType("__main__")
+    if file is not None:
+        main.__file__ = file
+    main.__spec__ = None if spec is None else ModuleSpec(spec[0], None, origin=spec[1])
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [argv])
+    assert _can_be_started_again() == can
 
 
 def test_a_transport_of_gpus_is_refused_on_a_cpu():

@@ -69,6 +69,8 @@ def test_a_world_that_the_degrees_do_not_fill_is_refused():
         check_world(pp=2, dp=1, tp=2, world_size=6)
     with pytest.raises(PlanError, match=r"pp=2 times dp=2 is 4 .* Try devices=4, or dp=3\."):
         check_world(pp=2, dp=2, world_size=6)
+    with pytest.raises(PlanError, match=r"pp=2 times dp=1 is 2 .* there are 3\. Try devices=2\.$"):
+        check_world(pp=2, dp=1, world_size=3)
 
 
 def test_at_the_end_only_communicators_of_nccl_are_aborted(monkeypatch):
