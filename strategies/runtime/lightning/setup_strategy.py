@@ -112,6 +112,8 @@ class SetupStrategy(UpdatingStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 refuse_stream(trainer, module, self._plan, on_nan=self._options.on_nan)
             self._plan = replace(self._plan, accumulation=trainer.accumulate_grad_batches)
+        if trainer.state.fn == TrainerFn.FITTING and self._pipeline * self._options.ep > 1:
+            self._writer.refuse_networks(module)
         self._take_over_sampling(trainer)
         self.model = self.precision_plugin.convert_module(module)
         fitting = trainer.state.fn == TrainerFn.FITTING

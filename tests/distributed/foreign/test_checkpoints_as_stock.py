@@ -437,3 +437,34 @@ def test_containers_of_omegaconf_are_that_when_they_are_loaded(
             "DictConfig",
             "rate: ${..rate}\ntwice: ${.rate}\n",  # Lightning keeps a copy without what is around.
         ]
+
+
+class Given(Around):
+    """Its network is a hyper-parameter, too."""
+
+    def __init__(self, net: nn.Module, width: int = WIDTH) -> None:
+        super().__init__(nn.ReLU(), width)
+        self.net = net
+
+
+def save_network(kind: str) -> str:
+    module = Given(Net().net)
+    trainer = pl.Trainer(**QUIET, max_epochs=1, **strategy_of("1f1b", checkpoints=kind))
+    try:
+        trainer.fit(module, examples())
+    except ModelError as error:
+        return str(error)
+    return f"{trainer.global_step} steps"
+
+
+def test_a_file_with_layers_of_other_ranks_in_it_is_refused_before_the_first_step(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    for said in ranks(2).run(save_network, kind="file"):
+        assert said == (
+            "PipelineStrategy(checkpoints='file') writes the hyper-parameters, and net holds layers"
+            " of Given, of which each rank has a part. Use self.save_hyperparameters(ignore="
+            "['net']) and load_from_checkpoint(path, net=...), or checkpoints='folder', which notes"
+            " their class alone."
+        )
+    assert ranks(2).run(save_network, kind="folder") == ["4 steps", "4 steps"]

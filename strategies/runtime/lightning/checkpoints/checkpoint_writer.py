@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 
-from strategies.errors import CheckpointError, NotFiniteError, name_ranks
+from strategies.errors import CheckpointError, ModelError, NotFiniteError, name_ranks
 from strategies.heartbeat import Phase
 from strategies.manifest import NOT_FINITE
 from strategies.models.unit_model import HasUnits
@@ -53,6 +54,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SAVES = "saves"
+
+
+def networks_in(module: pl.LightningModule) -> list[str]:
+    """Names of its hyper-parameters that hold layers of the module itself, with weights."""
+    own = {id(layer) for layer in module.modules() if any(True for _ in layer.parameters())}
+
+    def holds(value: Any, depth: int = 3) -> bool:
+        if isinstance(value, nn.Module):
+            return any(id(layer) in own for layer in value.modules())
+        if not depth:
+            return False
+        if isinstance(value, Mapping):
+            return any(holds(item, depth - 1) for item in value.values())
+        inside = value if isinstance(value, list | tuple | set) else _attributes(value)
+        return any(holds(item, depth - 1) for item in inside)
+
+    return [str(name) for name, value in dict(module.hparams).items() if holds(value)]
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
 
 
 class CheckpointWriter:
@@ -100,6 +122,23 @@ class CheckpointWriter:
         else:
             self._save_folder(self._of_hooks(checkpoint, self._seen_parts), path, problem)
         self._strategy._heartbeat.phase(Phase.BETWEEN)
+
+    def refuse_networks(self, module: pl.LightningModule) -> None:
+        """Refuses, before a step is made, to write files that would need layers of other ranks.
+
+        Raises:
+            ModelError: A hyper-parameter holds them.
+        """
+        found = networks_in(module) if self._strategy._options.checkpoints == "file" else []
+        if found:
+            names = ", ".join(found)
+            raise ModelError(
+                f"PipelineStrategy(checkpoints='file') writes the hyper-parameters, and {names} "
+                f"{'holds' if len(found) == 1 else 'hold'} layers of {type(module).__name__}, of "
+                f"which each rank has a part. Use self.save_hyperparameters(ignore={found}) and "
+                f"load_from_checkpoint(path, {found[0]}=...), or checkpoints='folder', which "
+                "notes their class alone."
+            )
 
     def _refuse_not_finite(self, path: Path, problem: str | None) -> None:
         """The same on all ranks."""
@@ -182,10 +221,14 @@ class CheckpointWriter:
             reason = f"the hyper-parameters {', '.join(objects)} are objects, and no file with such"
             reason += " is loaded here (save_hyperparameters(ignore=[...]) leaves them out)"
         if reason is not None and self._strategy.is_global_zero:
+            files = "; PipelineStrategy(checkpoints='file') writes files"
+            module = self._strategy.lightning_module
+            assert module is not None
             _log.warning(
                 "checkpoints are folders: %s. load_from_checkpoint() reads them where strategies "
-                "has been imported; PipelineStrategy(checkpoints='file') writes files.",
+                "has been imported%s.",
                 reason,
+                "" if networks_in(module) else files,
             )
         return self._fits_rank_0 and not objects
 
