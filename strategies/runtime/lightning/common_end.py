@@ -22,14 +22,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch._C._distributed_c10d import Store
 
-from strategies.errors import CheckpointError, RunError, name_ranks, one_line, readable
+from strategies.errors import (
+    CheckpointError,
+    PipelineError,
+    RunError,
+    name_ranks,
+    one_line,
+    readable,
+)
 from strategies.heartbeat import Beat
 from strategies.raised import has_lost, in_plain_data, is_late, made_again
 from strategies.runtime.lightning.last_words import until
 from strategies.runtime.messages.meeting import Meeting
 
 _ANSWER_S = 5.0  # for ranks to be released, and to say that they have heard
-_TOGETHER_S = 2.0  # for all ranks to fail by themselves, where a callback saves then
+# For all ranks to fail by themselves: what we refuse, mostly all of them do.
+_TOGETHER_S, _REFUSED_S = 3.0, 10.0
 _SAVING_S = 10.0  # for a checkpoint that is being written
 
 
@@ -44,7 +52,8 @@ class Rank:
     Attributes:
         step: Optimizer steps that it has made.
         beat: What it has done last.
-        is_free: Whether it is in no pass that other ranks take part in.
+        place: Where it has failed, as other ranks know the place, too; None inside of the list of
+            instructions, of which each rank has its own.
         watched: Whether a launcher decides how the run ends, and keeps the store.
     """
 
@@ -52,7 +61,7 @@ class Rank:
     world_size: int
     step: int
     beat: Beat
-    is_free: bool
+    place: int | None
     timeout_s: float
     watched: bool
 
@@ -67,8 +76,8 @@ class End:
 
     Attributes:
         error: What to raise; the rank's own, or another's.
-        why: In words, for what cannot be done any more; None where all ranks have failed alike, so
-            that they can still do something together.
+        why: In words, for what cannot be done any more; None where all ranks have failed alike:
+            they stay connected.
     """
 
     error: BaseException
@@ -99,25 +108,24 @@ def end_by(
     if not met.is_on:
         return End(error, None)
     store = met.store
-    late = is_late(error)
-    own = not has_lost(error)
-    ended = False
+    late, own = is_late(error), not has_lost(error)
+    stays = False
     try:
         cause = None if own else _first(store, here)
         if cause is None and (own or (late and not here.watched)):
-            told = {"late": late, "step": here.step, "free": here.is_free}
-            told |= {} if late else in_plain_data(error)
-            _say(store, here, "failed", told)
+            told = {"late": late, "step": here.step, "place": here.place}
+            _say(store, here, "failed", told | ({} if late else in_plain_data(error)))
         else:
             _say(store, here, "heard", {})
         if own and saves:
             _print(f"rank {here.rank} failed at step {here.step}: {one_line(error)}")
-            if _all_alike(store, here):
-                ended = True
-                return End(error, None)
+        most_s = _REFUSED_S if isinstance(error, PipelineError) else _TOGETHER_S
+        stays = own and (saves or not here.watched) and _all_alike(store, here, most_s)
+        if stays:
+            met.stay()
+            return End(error, None)
         settle(_SAVING_S)
         met.end()
-        ended = True
         if cause is not None and not cause["late"]:
             again = made_again(cause, rank=cause["rank"], step=cause["step"])
             return End(again, f"rank {cause['rank']} has failed")
@@ -132,7 +140,7 @@ def end_by(
         # The store has gone, with the rank or the parent that kept it, or says nothing readable.
         return End(error, "another rank has ended")
     finally:
-        if not ended:
+        if not stays:
             met.end()
 
 
@@ -162,13 +170,15 @@ def _who_failed(store: Store, here: Rank) -> str:
     return f"{name_ranks(sorted([here.rank, *others]))} have failed, not at the same place"
 
 
-def _all_alike(store: Store, here: Rank) -> bool:
-    """Whether all ranks fail by themselves, at the same step and outside of each other's passes."""
+def _all_alike(store: Store, here: Rank, most_s: float) -> bool:
+    """Whether all ranks raise the same kind of error at one place: then they stay connected."""
     keys = [f"failed/{rank}" for rank in range(here.world_size)]
-    if not until(lambda: store.check(keys), _TOGETHER_S):
-        return False
-    told = [json.loads(store.get(key)) for key in keys]
-    return all(one["free"] and one["step"] == here.step for one in told)
+    same = False
+    if here.place is not None and until(lambda: store.check(keys), most_s):
+        told = [json.loads(store.get(key)) for key in keys]
+        same = len({(one.get("kind"), one["step"], one["place"]) for one in told}) == 1
+    # One rank may have given up waiting when another has just come: the first word counts.
+    return bool(store.compare_set("verdict", "", "alike" if same else "apart") == b"alike")
 
 
 def _in_vain(store: Store, here: Rank) -> str:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from strategies.errors import PlanError, by_host
-from strategies.heartbeat import Heartbeat, Phase
+from strategies.heartbeat import PHASE, Heartbeat, Phase
 from strategies.models.state import Generators
 from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_experts
 from strategies.raised import raised_by
@@ -287,12 +287,13 @@ class RanksStrategy(ParallelStrategy):
             raise  # All ranks do; the Trainer takes it for an end without a failure.
         except BaseException as error:
             beat = self._heartbeat.beat()
+            state = beat.mark[1]
             here = Rank(
                 rank=super().global_rank,
                 world_size=super().world_size,
                 step=trainer.global_step,
                 beat=beat,
-                is_free=beat.between or self._pipeline == 1,
+                place=state if state & PHASE or self._pipeline == 1 else None,
                 timeout_s=self._options.timeout_s,
                 watched=self._watched,
             )
@@ -303,7 +304,7 @@ class RanksStrategy(ParallelStrategy):
             raise end.error from error
 
     def _part(self, trainer: pl.Trainer, end: End) -> None:
-        """The ranks have ended their connections, unless all have failed alike."""
+        """The ranks have ended their connections, or all have failed alike."""
         if end.why is not None:
             self._world, self._apart = None, end.why
         save_what_can_be(trainer, aloud=raised_by(end.error) is None)

@@ -33,6 +33,7 @@ from strategies.runtime.lightning.agreement.same_module import (
     agree_on_module,
 )
 from strategies.runtime.lightning.checkpoints.whole_state import (
+    LEFT,
     WholeModule,
     look_at_whole,
     refuse_cut,
@@ -126,6 +127,8 @@ class SetupStrategy(UpdatingStrategy):
         if other or (fitting and self._cut_for_evaluation):
             self.engine.close()  # Another model in the same Trainer, or other parameters in it.
             self._engine = self._saver = self._device_mesh = None
+        if self._engine is not None:
+            vars(module).pop(LEFT, None)  # It has failed before, and goes on as it is.
         if self._engine is None:
             refuse_cut(module)
             look_at_whole(trainer, module)

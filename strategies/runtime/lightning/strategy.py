@@ -49,7 +49,6 @@ from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
 from strategies.runtime.lightning.setup_strategy import SetupStrategy
 from strategies.runtime.messages.exchange import Exchange
-from strategies.runtime.messages.meeting import meeting
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 
@@ -610,8 +609,6 @@ class PipelineStrategy(SetupStrategy):
                 self._make_whole(asked=self._options.whole_after)
         if self._hooks is not None:
             self._hooks.unwatch()
-        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
-            meeting().end()  # Callbacks have saved what they could.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -40,6 +40,7 @@ class Meeting:
     """
 
     number: int = 0
+    _failures: int = 0  # of the group, after which it has stayed
     _store: Store | None = None
     _world: Any = None
     _before: set[int] = field(default_factory=set)
@@ -48,9 +49,9 @@ class Meeting:
 
     @property
     def store(self) -> Store:
-        """Of the group that is there, or of the one that has ended last; its keys are its own."""
+        """Where ranks tell how they fail; of each failure an own place, the same on all ranks."""
         assert self._store is not None, "the ranks have not met"
-        return PrefixStore(f"fit/{self.number}", self._store)
+        return PrefixStore(f"fit/{self.number}/{self._failures}", self._store)
 
     @property
     def is_on(self) -> bool:
@@ -76,7 +77,7 @@ class Meeting:
         else:
             self._store = self._store or store
             self._own = _listening() - self._before
-        self._world = world
+        self._world, self._failures = world, 0
         exchange = everybody()
         found = exchange.everyone([self.number, sorted(self._own)])
         self.number = 1 + max(number for number, _ in found)
@@ -86,6 +87,10 @@ class Meeting:
     def again(self) -> Store | None:
         """Where the next group's ranks meet; None where there was none before."""
         return None if self._store is None else PrefixStore(f"met/{self.number}", self._store)
+
+    def stay(self) -> None:
+        """All ranks have failed, have told so in ``store``, and go on in this group."""
+        self._failures += 1
 
     def end(self) -> None:
         """Ends the group and all others; whoever waits for this rank is released."""

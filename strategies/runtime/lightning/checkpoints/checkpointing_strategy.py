@@ -33,6 +33,7 @@ from strategies.runtime.lightning.checkpoints.rank_folder import (
 )
 from strategies.runtime.lightning.checkpoints.whole_state import (
     LEFT,
+    WayBack,
     WholeModule,
     bring_together,
     fits,
@@ -163,15 +164,17 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _part(self, trainer: pl.Trainer, end: End) -> None:
         super()._part(trainer, end)
-        if self._apart is not None and self._engine is not None and self._pipeline > 1:
-            # Its next fit makes it whole: there the ranks have connections again.
-            vars(self.whole.module)[LEFT] = partial(self._make_whole_again, trainer.global_step)
+        if self._engine is not None and self._lasting is not None and self._pipeline > 1:
+            # Its next Trainer makes it whole: there the ranks have connections again.
+            again = partial(self._make_whole_again, self._engine, trainer.global_step)
+            vars(self.whole.module)[LEFT] = WayBack(again)
 
-    def _make_whole_again(self, step: int) -> None:
+    def _make_whole_again(self, engine: Engine, step: int) -> None:
         """Makes a module whole that a fit has left cut that failed; collective."""
         steps = everybody().everyone(step)
-        mains = self.engine.mains
-        if self.whole.restored or mains.sharded or self.engine.late.open:
+        if engine is not self._engine or self.whole.restored:
+            return
+        if engine.mains.sharded or engine.late.open:
             return
         if len({*steps}) > 1:
             raise ModelError(

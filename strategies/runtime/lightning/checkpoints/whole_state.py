@@ -42,7 +42,7 @@ from strategies.runtime.storage.part import Piece, as_piece, flatten, unflatten
 _BLOCK_BYTES = 1 << 26
 # How much of a host's free memory whole modules may take.
 _SHARE = 0.5
-# Of a module that a failed fit has left cut: what makes it whole when its ranks have met again.
+# Of a module that a failed fit has left cut: its WayBack, for when the ranks have met again.
 LEFT = "_foldpipe_left"
 
 
@@ -166,6 +166,19 @@ def _sent(
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+class WayBack:
+    """Makes a module whole that a failed fit has left cut; no part of a copy of the module."""
+
+    def __init__(self, make_whole: Callable[[], None]) -> None:
+        self.make_whole = make_whole
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class StateOnSight(MutableMapping[str, Any]):
@@ -462,9 +475,9 @@ def refuse_cut(module: nn.Module) -> None:
     Raises:
         ModelError: It is such a one.
     """
-    make_whole = vars(module).pop(LEFT, None)
-    if make_whole is not None:
-        make_whole()
+    way_back = vars(module).pop(LEFT, None)
+    if way_back is not None:
+        way_back.make_whole()
     for child in module.modules():
         values: Iterable[Any] = child.__dict__.values()
         if isinstance(child, Elsewhere) or any(type(value) is Hole for value in values):
