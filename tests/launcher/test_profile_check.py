@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.planning.profile_check import kind_ratios, refined, with_error, write_refined
+from launcher.planning.profile_check import (
+    kind_ratios,
+    rank_threads,
+    refined,
+    with_error,
+    write_refined,
+)
 from strategies import compile_program, simulate
 from strategies.costs.profile_file import dump_profile, parse_profile
 from strategies.costs.uniform import UniformCosts
@@ -50,3 +56,9 @@ def test_an_error_is_kept_in_the_file_and_the_larger_counts_between_sizes():
         assert found.at(1).error == found.at(2).error == error
     sizes = ((1, replace(PROFILE.at(1), error=0.1)), (4, replace(PROFILE.at(4), error=0.3)))
     assert replace(PROFILE, sizes=sizes).at(2).error == 0.3
+
+
+def test_ranks_share_the_cores_that_the_process_may_use(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("launcher.planning.profile_check.num_cores", lambda: 6)
+    assert [rank_threads(ranks) for ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]

@@ -136,3 +136,9 @@ def test_one_replica_has_no_reduction_to_expose():
     assert "exposed" not in summary({"dp": 1, "makespan": 2.0, "exposed_grad_reduce": 0.0})
     assert "exposed" in summary({"dp": 2, "makespan": 2.0, "exposed_grad_reduce": 0.0})
     assert "exposed" in summary({"dp": 1, "makespan": 2.0, "exposed_grad_reduce": 1.0})
+
+
+def test_names_of_others_reach_no_terminal_as_commands():
+    file = io.StringIO()
+    print_summary({"schedule": "mine\x1b[2J", "loss_last": 1.0}, file=file)
+    assert file.getvalue().startswith("mine\\x1b[2J\n")

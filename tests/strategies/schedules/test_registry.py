@@ -251,3 +251,8 @@ def test_defaults_are_filled_in():
     assert shape == Shape(4, 8, 2, group=4)
     shape = SCHEDULES["foldx_fifo"].resolve(pp=4, num_microbatches=8, stages_per_rank=3, group=None)
     assert shape == Shape(4, 8, 3, group=None)
+
+
+def test_a_name_in_capitals_leads_to_one_that_is_near():
+    with pytest.raises(PlanError, match=r"Did you mean schedule=gpipe"):
+        find_schedule(" GPIPPE")

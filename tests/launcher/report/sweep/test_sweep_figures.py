@@ -184,3 +184,9 @@ def test_the_json_holds_whole_results(tmp_path):
     assert first["result"] == json.loads((tmp_path / "0" / "result.json").read_text())
     assert first["overrides"] == {"mode": "simulate", "schedule": "1f1b"}
     assert (second["status"], second["exit_code"], second["error"]) == ("refused", 2, "no")
+
+
+def test_no_cell_of_the_table_is_calculated_or_obeyed(tmp_path):
+    said = "=HYPERLINK(1)\x1b[2J"
+    _, rows = written(tmp_path, [job(tmp_path, 0, "schedule=x", exit_code=1, error=said)])
+    assert rows[0]["error"] == "'=HYPERLINK(1)\\x1b[2J"

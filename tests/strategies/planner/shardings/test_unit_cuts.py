@@ -19,6 +19,7 @@ from strategies.planner.shardings.operators import (
     OperatorGraph,
     Value,
 )
+from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
 from strategies.planner.shardings.unit_cuts import UnitCut, unit_cuts
 
@@ -102,3 +103,14 @@ def test_the_planner_and_the_search_for_shardings_have_one_price(rows: int, num_
         split = table.backward_input[0] + table.backward_weight[0]
         assert table.forward[0] + split == pytest.approx(computing + sent + back)
     assert shape.unlisted() is None
+
+
+def test_weights_that_a_module_uses_itself_are_named_where_their_gradients_are_added_up():
+    for partial in (False, True):
+        choice = Choice(("R",), ("R",), partial=partial)
+        used = Operator("mix", "mul", None, (2,), (3,), (choice,), parameters=("mix.scale",))
+        graph = replace(
+            GRAPH, values=(*GRAPH.values, Value(80.0)), operators=(*GRAPH.operators, used)
+        )
+        rows = Planner(graph, prices()).found().layers
+        assert ("mix" in {row.pattern for row in rows}) is partial

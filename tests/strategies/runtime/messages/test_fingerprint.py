@@ -12,6 +12,7 @@ from strategies.compiler import compile_plan
 from strategies.costs.analytic import AnalyticCosts
 from strategies.plan import Plan, Recompute
 from strategies.runtime.messages.fingerprint import (
+    checksums,
     difference,
     options_print,
     program_print,
@@ -119,3 +120,13 @@ def test_programs_print_alike_exactly_if_they_are_alike():
     assert program_print(swapped) != program_print(train)
     forward = compile_plan(Plan("1f1b", pp=2, num_microbatches=4)).forward
     assert program_print(forward) != program_print(train)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_sums_over_bits_are_of_complex_numbers_too(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1 + 2j], [3 + 4j]], dtype=dtype)
+    plain, turned, conjugate = (
+        checksums({"a": value})["a"] for value in (rows, rows.flip(0), rows.conj().resolve_conj())
+    )
+    assert plain[0] == turned[0]
+    assert len({plain, turned, conjugate}) == 3

@@ -47,9 +47,10 @@ def test_outputs_and_losses_are_named_by_microbatch():
     watch = NanWatch()
     watch.note_output(0, 0, [torch.ones(2), torch.tensor([1, 2])])
     watch.note_output(0, 1, [torch.tensor([math.nan])])
+    watch.note_output(0, 2, [torch.tensor([complex(0.0, math.nan)])])
     watch.note_loss(1, 1, torch.tensor(math.inf), None)
     kinds = {(item.kind, item.stage, item.microbatch, item.value) for item in found(watch)}
-    assert kinds == {("output", 0, 1, "nan"), ("loss", 1, 1, "inf")}
+    assert kinds == {("output", 0, 1, "nan"), ("output", 0, 2, "nan"), ("loss", 1, 1, "inf")}
     assert watch.loss is not None
     assert torch.isnan(watch.loss)
     watch.begin()
