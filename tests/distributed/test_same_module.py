@@ -114,10 +114,14 @@ def _as_a_script(seed: int | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def train(kind: str, *, seed: int | None = None, **strategy: Any) -> tuple[Any, ...]:
+def train(
+    kind: str, *, seed: int | None = None, by_hand: bool = False, **strategy: Any
+) -> tuple[Any, ...]:
     """The loss of the run's last step, that of the module which it leaves, and numbers of it."""
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(5))
     with _as_a_script(seed):
+        if by_hand:
+            torch.manual_seed(int(os.environ["RANK"]))
         module = Net(kind)
         data = DataLoader(TensorDataset(x), batch_size=8)
         try:
@@ -149,6 +153,15 @@ def test_rank_zeros_draws_and_buffers_are_everybodys(
 def test_they_are_at_tp_and_dp(layout: dict[str, int], ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).run(train, kind="drawn in setup", **layout)
     assert first[2] == second[2]
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}])
+def test_replicas_that_are_seeded_by_hand_draw_each_their_own(
+    layout: dict[str, int], ranks: Callable[[int], Ranks]
+) -> None:
+    kind = "drawn in on_fit_start"
+    (*_, first, _), (*_, second, _) = ranks(2).run(train, kind=kind, by_hand=True, **layout)
+    assert (first == second) == ("pp" in layout)
 
 
 REFUSED = {

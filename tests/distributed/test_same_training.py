@@ -83,6 +83,9 @@ def hooked(kind: str, **strategy: Any) -> tuple[str | None, list[str]]:
     module = Net()
     if _is_first() and kind == "reads weights":
         module.register_forward_hook(reads_weights)
+    elif _is_first() and kind == "reads its own":  # as WandbLogger.watch(log_graph=True)
+        for layer in module.layers:
+            layer.register_forward_hook(reads_weights)
     elif _is_first() and kind == "reads outputs":
         module.register_forward_hook(lambda module, given, result: SEEN.append(result.shape[0]))
     elif _is_first():
@@ -113,8 +116,11 @@ def test_a_hook_of_rank_0_that_reads_weights_is_named_or_does_no_harm(
         assert "WandbLogger.watch" in message
 
 
-def test_one_that_reads_none_runs_where_it_is(ranks: Callable[[int], Ranks]) -> None:
-    assert [m for m, _ in ranks(2).run(hooked, kind="reads outputs")] == [None, None]
+@pytest.mark.parametrize("kind", ["reads outputs", "reads its own"])
+def test_one_that_reads_no_other_layers_runs_where_it_is(
+    kind: str, ranks: Callable[[int], Ranks]
+) -> None:
+    assert [m for m, _ in ranks(2).run(hooked, kind=kind)] == [None, None]
 
 
 def test_hooks_of_gradients_on_other_ranks_are_named_once(ranks: Callable[[int], Ranks]) -> None:

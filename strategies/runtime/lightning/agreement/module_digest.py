@@ -101,14 +101,15 @@ class ModuleDigest:
         """The same word for the same items in any order; empty for what has none."""
         value = self._values.get(place)
         if isinstance(value, Tensor) and value.dim() and not value.is_meta:
-            value = value.detach().float().cpu().reshape(-1).tolist()
+            value = value.detach().cpu().reshape(-1)[:NUM_NUMBERS].tolist()
         elif isinstance(value, np.ndarray):
-            value = value.reshape(-1).tolist()
+            value = value.reshape(-1)[:NUM_NUMBERS].tolist()
         if isinstance(value, Mapping):
             value = list(value.items())
         if not isinstance(value, list | tuple | deque) or len(value) < 2:
             return ""
-        words = sorted(self._text(item, _DEPTH - 2) for item in value)
+        self._left, self._until = NUM_NUMBERS, time.perf_counter() + LIMIT_S
+        words = sorted(self._items(value, _DEPTH - 2))
         return hashlib.sha256("\0".join(words).encode(errors="replace")).hexdigest()[:16]
 
     # ------------------------------------------------------------- places
@@ -164,7 +165,7 @@ class ModuleDigest:
 
     def _note(self, place: str, value: Any, holder: Any, before: str = "") -> None:
         text = self._text(value, 0)
-        if text is _SKIP:
+        if text is _SKIP or self.cut:
             return
         if text is _UNKNOWN:
             self.untaken[place] = type(value).__qualname__
@@ -226,6 +227,9 @@ class ModuleDigest:
             return
         for place, value in enumerate(values):
             self._left -= 1
+            if place % _SAMPLE == 0 and time.perf_counter() > self._until:
+                self.cut = True
+                return
             if self._left < 0 and place >= _SAMPLE:
                 yield f"of {len(values)}" if hasattr(values, "__len__") else "..."
                 return
@@ -343,7 +347,8 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _name(value: Any) -> str:
     """Of a class, function or module; functions without a name have their line."""
-    name = str(getattr(value, "__qualname__", getattr(value, "__name__", "")))
+    name = str(getattr(value, "__qualname__", "") or getattr(value, "__name__", ""))
+    name = name or type(value).__qualname__
     code: Any = getattr(value, "__code__", None)
     return f"{name} of line {code.co_firstlineno}" if "<lambda>" in name and code else name
 

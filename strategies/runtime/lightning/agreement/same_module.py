@@ -38,6 +38,7 @@ from strategies.runtime.messages.fingerprint import MismatchError, checksums
 _log = logging.getLogger(__name__)
 
 _SHOWN = 5
+_EMPTY = ("[]", "{}")
 # A number under such a name is the process's own.
 _RANKS = re.compile("rank|main|master|primary|chief|root|zero|local|node|world|verbose|device|gpu")
 # What a training leaves in a module's layers is their stage's own; it is compared before that.
@@ -50,6 +51,7 @@ class _Said(NamedTuple):
     host: str
     mark: str
     cut: bool
+    known: bool  # whether it has been compared before
     buffers: dict[str, Any]
 
 
@@ -74,16 +76,19 @@ def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) ->
     reads = ReadNames.of(digest.kinds)
     for place, value in reads.constants.items():
         digest.take(place, value, type(module))
-    own = _Said(socket.gethostname(), digest.mark, digest.cut, _checksums_of(module))
+    own = _Said(
+        socket.gethostname(), digest.mark, digest.cut, module in _compared, _checksums_of(module)
+    )
     said = [_Said(*each) for each in exchange.everyone(tuple(own))]
     _share_buffers(module, said, device)
-    first = module not in _compared
-    _compared.add(module)
     if digest.untaken and exchange.rank == 0:
         _tell_untaken(digest.untaken, reads)
-    if not first or len({each.mark for each in said}) == 1:
-        return {}
-    return _compare_entries(digest, reads, said, seeded=seeded)
+    hooks: dict[str, str] = {}
+    if not all(each.known for each in said) and len({each.mark for each in said}) > 1:
+        hooks = _compare_entries(digest, reads, said, seeded=seeded)
+    if not hooks:
+        _compared.add(module)
+    return hooks
 
 
 def _tell_untaken(untaken: Mapping[str, str], reads: ReadNames) -> None:
@@ -179,6 +184,8 @@ def _counts(place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadN
         return any(map(reads_parameters, digest.value(place) or ()))
     if NONE in texts and any(is_object(text) for text in texts):
         return False  # a writer, a logger that one rank alone has
+    if any(text in _EMPTY for text in texts):
+        return False  # what one rank alone collects
     name = place.removeprefix(KEYS)
     value = digest.value(place)
     if isinstance(value, int) and _RANKS.search(name.rpartition(".")[2].lower()):

@@ -144,6 +144,15 @@ def test_it_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.entries
 
 
+def test_a_value_in_whose_midst_it_is_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_digest, "LIMIT_S", 0.002)
+    module = nn.Module()
+    module.first, module.second = 1, list(range(500_000))
+    found = ModuleDigest(module)
+    assert found.cut
+    assert found.entries.keys() <= {"first"}
+
+
 def test_a_permutation_is_known() -> None:
     one, other = _digest(torch.tensor([1.0, 2.0, 3.0])), _digest(torch.tensor([2.0, 3.0, 1.0]))
     assert one.shuffled("value") == other.shuffled("value")
