@@ -284,6 +284,32 @@ def test_a_second_model_in_the_same_trainer_is_trained(ranks: Callable[[int], Ra
                 assert torch.allclose(value, known[name], atol=1e-10, rtol=0), name
 
 
+def save_as_file(path: str, pp: int) -> None:
+    strategy = PipelineStrategy(pp=pp, num_microbatches=2, checkpoints="file", timeout_s=60)
+    options: dict[str, Any] = {"strategy": strategy} if pp > 1 else {"devices": 1}
+    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, **QUIET, **options)
+    trainer.fit(Units(), _loader(8), _loader(8))
+    trainer.save_checkpoint(path)
+    if pp > 1:
+        strategy.engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval).*")
+def test_the_file_of_a_module_with_units_is_the_one_that_stock_lightning_writes(
+    ranks: Callable[[int], Ranks], tmp_path: Any
+) -> None:
+    save_as_file(str(tmp_path / "stock"), 1)
+    ranks(2).run(save_as_file, path=str(tmp_path / "cut"), pp=2)
+    stock, cut = (torch.load(tmp_path / name, weights_only=True) for name in ("stock", "cut"))
+    assert list(cut["state_dict"]) == list(stock["state_dict"])
+    (ours,), (theirs,) = cut["optimizer_states"], stock["optimizer_states"]
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for place, entry in theirs["state"].items():
+        for name, value in entry.items():
+            torch.testing.assert_close(ours["state"][place][name], value)
+
+
 def batches_seen(kind: str) -> list[list[float]] | str:
     strategy = PipelineStrategy(pp=1, dp=2, num_microbatches=2, timeout_s=60)
     trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, **QUIET, strategy=strategy)
