@@ -94,7 +94,9 @@ def steps_refused(
     ``steppers`` are lists of optimizers and of schedules' configurations; those that are made when
     a step asks for them have changes of their own.
     """
-    changes = [(vars(module), name, _Stepping(name)) for name in _BY_HAND if module is not None]
+    changes: list[tuple[dict[str, Any], str, Any]] = [
+        (vars(module), name, _Stepping(name)) for name in _BY_HAND if module is not None
+    ]
     for each in (each for found in steppers if type(found) is list for each in found):
         stepper = getattr(each, "scheduler", each)
         groups = getattr(stepper, "param_groups", ())
