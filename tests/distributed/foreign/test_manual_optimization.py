@@ -545,7 +545,6 @@ class Packing(Manual):
         self.manual_backward(nn.functional.cross_entropy(self.head(packed.data), batch[1]))
 
 
-@pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -562,10 +561,16 @@ class Packing(Manual):
     ],
 )
 def test_what_cannot_be_once_per_batch_is_refused_before_the_first_step(
-    case: type[Manual], message: str
+    case: type[Manual], message: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    with pytest.raises(ModelError, match=message):
-        train(f"{__name__}:{case.__name__}", strategy={"pp": 1})
+    name = f"{__name__}:{case.__name__}"
+    for refusal in ranks(2).refusals(train, case=name, strategy={"pp": 2}):
+        assert isinstance(refusal, ModelError) and message in str(refusal)
+
+
+@pytest.mark.parametrize("case", [Baseline, Norms, Deciding])
+def test_with_one_stage_they_run_whole(case: Any, ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, case, "1f1b", strategy={"pp": 1})
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
