@@ -190,9 +190,9 @@ class ModuleDigest:
             return f"method {_name(value)}", [("self", value.__self__), ("func", value.__func__)]
         if isinstance(value, nn.Module) and id(value) not in self._known:
             # Hidden in a list or a tuple; its weights are nobody's.
-            held = [*value.named_parameters(), *value.named_buffers()]
+            tensors = (*value.named_parameters(), *value.named_buffers())
             names = {f"values of {n}": m for n, m in value.named_modules() if n}
-            return kind.__qualname__, [*((n, t.detach()) for n, t in held), *names.items()]
+            return kind.__qualname__, [*((n, t.detach()) for n, t in tensors), *names.items()]
         if _is_plain(value) or _is_handle(kind) or isinstance(value, nn.Module | torch.Generator):
             return None
         held = _attributes(value)
@@ -264,7 +264,7 @@ class ModuleDigest:
         if isinstance(value, nn.Module):
             return kind.__qualname__
         text = repr(value)
-        return _UNKNOWN if " at 0x" in text or kind.__repr__ is object.__repr__ else text
+        return _UNKNOWN if " at 0x" in text else text
 
     def _of_tensor(self, value: Tensor) -> str:
         shape = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -356,9 +356,12 @@ def _name(value: Any) -> str:
 _CLOCKS: tuple[Callable[[], float], ...] = (time.time, time.monotonic, time.perf_counter)
 
 
+_ADDRESSES = range(2**40, 2**48)
+
+
 def _is_of_process(value: float) -> bool:
-    """Whether a number is a time or the number of this process."""
-    if isinstance(value, int) and value == os.getpid():
+    """Whether a number is a time, an address, or the number of this process."""
+    if isinstance(value, int) and (value == os.getpid() or value in _ADDRESSES):
         return True
     return value > _CLOCK_S and any(abs(value - clock()) < _CLOCK_S for clock in _CLOCKS)
 

@@ -29,7 +29,7 @@ _MAKING = frozenset(
 _HOOKS = re.compile(
     "fit_start|train_start|train_epoch|train_batch|optimizer_|scheduler|backward|zero_grad|gradient"
 )
-_PLAIN = bool | int | float | str | Tensor | np.ndarray | list | tuple | dict | set | frozenset
+_PLAIN: Any = bool | int | float | str | Tensor | np.ndarray | list | tuple | dict | set | frozenset
 
 
 @dataclass

@@ -192,7 +192,7 @@ def _counts(place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadN
         return False
     holder = digest.holder(place)
     if isinstance(holder, nn.Module) and not is_own(type(holder).__module__):
-        return True
+        return not name.rpartition(".")[2].startswith("_")  # else a library's own
     alone = isinstance(value, bool) and len(set(texts[1:])) == 1
     if isinstance(value, str | PurePath) or alone:
         return _is_in(name, reads.steps)

@@ -301,7 +301,7 @@ class CheckpointWriter:
         exchange = everybody()
         said = exchange.everyone((_SAVES, step, strategy._updating, own))
         # Behind an error of people's hooks a rank may be at another exchange.
-        midst = (_SAVES, "in its midst", True, {})
+        midst: tuple[Any, ...] = (_SAVES, "in its midst", True, {})
         said = [s if isinstance(s, tuple) and s[:1] == (_SAVES,) else midst for s in said]
         if len({each[1] for each in said}) > 1 or any(each[2] for each in said):
             steps: dict[str, list[int]] = {}
