@@ -241,7 +241,7 @@ def agree_on_cut(
             "some ranks alone have a hook that reads parameters of several layers, and each rank "
             f"has a part of them: {'; '.join(list(lines)[:_SHOWN])}.",
             fix="Try on_train_batch_start or on_before_optimizer_step of a callback, where every "
-            "rank has all parameters (of WandbLogger.watch, log='gradients' stays).",
+            "rank has all parameters (WandbLogger.watch: log='gradients', log_graph=False).",
         )
 
 
