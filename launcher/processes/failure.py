@@ -215,9 +215,10 @@ def blame(
     culprit = seen[-1]
     if culprit not in idle_s:
         return first  # it has ended, too, and has said nothing better
+    limit = " (cluster.timeout_s)" if timed_out(first) else ""
     message = (
         f"it has not gone on for {idle_s[culprit]:.1f} s, and rank {first.rank} has given up "
-        f"waiting: {first.kind}: {first.message.splitlines()[0]}"
+        f"waiting{limit}: {first.kind}: {first.message.splitlines()[0]}"
     )
     return Failure(culprit, socket.gethostname(), first.at, "no progress", message, 1)
 

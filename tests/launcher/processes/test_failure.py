@@ -87,8 +87,8 @@ def test_who_gave_up_waiting_leads_to_the_one_that_was_waited_for():
     found = blame([failed(2, TIMED_OUT)], beats, {0: 130.0, 1: 120.0})
     assert (found.rank, found.kind, found.exit_code) == (0, "no progress", 1)
     assert found.message == (
-        "it has not gone on for 130.0 s, and rank 2 has given up waiting: RuntimeError: "
-        "Timed out waiting 5000ms for recv operation to complete"
+        "it has not gone on for 130.0 s, and rank 2 has given up waiting (cluster.timeout_s): "
+        "RuntimeError: Timed out waiting 5000ms for recv operation to complete"
     )
 
 
