@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import PipelineError, PlanError, RunError
+from strategies.runtime.lightning import common_end
 from tests.ranks.fit import trainer_of
 
 pytestmark = pytest.mark.distributed
@@ -200,8 +201,8 @@ def test_a_wait_that_lasts_for_the_time_out_names_the_places_and_the_key(ranks: 
     assert "rank 1 waits" in said
 
 
-def saved(rank: int | None, folder: str, callback: str) -> tuple[str, list[str]]:
-    callbacks: list[Any] = [Fails(0, rank, 1)]
+def saved(rank: int | None, folder: str, callback: str, *others: Callback) -> list[str]:
+    callbacks: list[Any] = [Fails(0, rank, 1), *others]
     if callback == "flag":
         callbacks.append(ModelCheckpoint(folder, save_on_exception=True, every_n_epochs=9))
     else:
@@ -225,6 +226,25 @@ def test_a_callback_that_saves_then_does_so_if_all_ranks_have_failed(
     assert len(together[0]) == 1 and together[0][0].endswith(".ckpt")
     state = torch.load(tmp_path / "all" / together[0][0], weights_only=False)["state_dict"]
     assert set(state) == set(Net(0).state_dict())
+
+
+class Slow(Callback):
+    """Does not come to save in time."""
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(1.5)
+
+
+def saved_late(folder: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common_end, "_SAVING_S", 0.3)
+        return saved(None, folder, "callback", Slow())
+
+
+def test_a_rank_that_does_not_come_to_save_is_not_waited_for(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(saved_late, folder=str(tmp_path)) == [[], []]
+    assert ranks(2).run(rank_of) == [0, 1]
 
 
 def refused(folder: str) -> str:

@@ -94,15 +94,17 @@ class Ranks:
         errors: dict[int, tuple[float, BaseException]] = {}
         missing = {end: rank for rank, end in self._ends.items()}
         lost: dict[int, str] = {}
+        apart = False  # whether the function has ended its group: a fit that failed does
         while missing and (ready := wait(list(missing), max(0.0, until - time.monotonic()))):
             for end in [end for end in missing if end in ready]:
                 rank = missing.pop(end)
                 try:
-                    raised_at, answer = end.recv()
+                    raised_at, answer, connected = end.recv()
                 except (EOFError, ConnectionError):
                     lost[rank] = "died"
                     raised_at = time.monotonic()
                 else:
+                    apart |= not connected
                     if raised_at is None:
                         results[rank] = pickle.loads(answer)
                     else:
@@ -110,7 +112,7 @@ class Ranks:
                 if raised_at is not None:
                     until = min(until, time.monotonic() + _RELEASED_S)
         lost |= dict.fromkeys(missing.values(), "hung, and was killed")
-        if lost or errors:
+        if lost or errors or apart:
             self._renew(lost)
         for rank, how in lost.items():
             # The cause of a hanging rank is what another one has raised, if any has.
@@ -178,6 +180,7 @@ def serve_rank() -> None:
     import warnings
 
     import torch
+    import torch.distributed as dist
     from lightning.fabric.utilities import registry
 
     # Each Trainer looks through all installed packages for callbacks: an eighth of a small run.
@@ -200,14 +203,17 @@ def serve_rank() -> None:
     ):
         warnings.filterwarnings("ignore", message=message)
     keeps: Any = None
+    size = 1
     with contextlib.suppress(EOFError):
         while True:
             command, *words = end.recv()
             if command == "join":
                 _leave()
+                size = words[0]
                 keeps = _join(end, *words)
             else:
-                end.send(_answer(*words))
+                answer = _answer(*words)
+                end.send((*answer, size == 1 or dist.is_initialized()))
                 # A trainer is part of a circle, and holds gloo groups, whose threads look around.
                 gc.collect(1)
     del keeps

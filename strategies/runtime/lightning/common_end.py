@@ -16,8 +16,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch._C._distributed_c10d import Store
@@ -33,12 +31,13 @@ from strategies.errors import (
 from strategies.heartbeat import Beat
 from strategies.raised import has_lost, in_plain_data, is_late, made_again
 from strategies.runtime.lightning.last_words import until
+from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.meeting import Meeting
 
 _ANSWER_S = 5.0  # for ranks to be released, and to say that they have heard
 # For all ranks to fail by themselves: what we refuse, mostly all of them do.
 _TOGETHER_S, _REFUSED_S = 3.0, 10.0
-_SAVING_S = 10.0  # for a checkpoint that is being written
+_SAVING_S = 10.0  # for a checkpoint that is being written, and for all ranks to come to one
 
 
 class ApartError(CheckpointError):
@@ -78,10 +77,12 @@ class End:
         error: What to raise; the rank's own, or another's.
         why: In words, for what cannot be done any more; None where all ranks have failed alike:
             they stay connected.
+        comes: Asked before each checkpoint that is saved then: whether all ranks come to it.
     """
 
     error: BaseException
     why: str | None
+    comes: Callable[[], bool] | None = None
 
 
 def end_together() -> None:
@@ -90,7 +91,7 @@ def end_together() -> None:
     Raises:
         RuntimeError: One of them has failed instead.
     """
-    dist.all_reduce(torch.zeros(()))
+    everybody().everyone(None)
 
 
 def end_by(
@@ -123,7 +124,7 @@ def end_by(
         stays = own and (saves or not here.watched) and _all_alike(store, here, most_s)
         if stays:
             met.stay()
-            return End(error, None)
+            return End(error, None, partial(_come, store, here))
         settle(_SAVING_S)
         met.end()
         if cause is not None and not cause["late"]:
@@ -177,8 +178,19 @@ def _all_alike(store: Store, here: Rank, most_s: float) -> bool:
     if here.place is not None and until(lambda: store.check(keys), most_s):
         told = [json.loads(store.get(key)) for key in keys]
         same = len({(one.get("kind"), one["step"], one["place"]) for one in told}) == 1
-    # One rank may have given up waiting when another has just come: the first word counts.
-    return bool(store.compare_set("verdict", "", "alike" if same else "apart") == b"alike")
+    return _agreed(store, "alike", same)
+
+
+def _come(store: Store, here: Rank) -> bool:
+    number = store.add(f"saves/{here.rank}", 1)
+    store.set(f"saves/{number}/{here.rank}", "")
+    keys = [f"saves/{number}/{rank}" for rank in range(here.world_size)]
+    return _agreed(store, f"saves/{number}", until(lambda: store.check(keys), _SAVING_S))
+
+
+def _agreed(store: Store, what: str, seen: bool) -> bool:
+    """One rank may have given up waiting when another has just come: the first word counts."""
+    return bool(store.compare_set(f"agreed/{what}", "", "yes" if seen else "no") == b"yes")
 
 
 def _in_vain(store: Store, here: Rank) -> str:

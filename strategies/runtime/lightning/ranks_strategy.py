@@ -81,6 +81,7 @@ class RanksStrategy(ParallelStrategy):
         self._world: dist.ProcessGroup | None = None
         self._seeded = True  # whether all ranks have drawn the same before they met
         self._gpu_backend: Backend = "nccl"  # of backend=auto; known when the ranks have joined
+        self._comes: Callable[[], bool] | None = None  # whether all ranks come to save
         self._apart: str | None = None  # why ranks have ended their connections, once they have
 
     @property
@@ -305,9 +306,14 @@ class RanksStrategy(ParallelStrategy):
 
     def _part(self, trainer: pl.Trainer, end: End) -> None:
         """The ranks have ended their connections, or all have failed alike."""
+        self._comes = end.comes
         if end.why is not None:
             self._world, self._apart = None, end.why
         save_what_can_be(trainer, aloud=raised_by(end.error) is None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Callbacks have saved what they could."""
+        self._comes = None
 
     def _settle_saves(self, most_s: float) -> None:
         """Waits so long for a checkpoint that is being written."""

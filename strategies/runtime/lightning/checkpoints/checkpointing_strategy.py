@@ -43,6 +43,7 @@ from strategies.runtime.lightning.common_end import ApartError, End
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.ranks_strategy import RanksStrategy
 from strategies.runtime.messages.exchange import Exchange, everybody
+from strategies.runtime.messages.meeting import meeting
 from strategies.runtime.storage.commit import Saver
 from strategies.runtime.storage.share_pieces import Shares
 from strategies.runtime.update.main_optimizer import MainOptimizer
@@ -152,6 +153,10 @@ class CheckpointingStrategy(RanksStrategy):
         """
         if self._engine is None:
             raise ApartError("no checkpoint was written: training had not begun.")
+        if self._comes is not None and not self._comes():
+            self._world, self._apart = None, "another rank has failed, and does not come to save"
+            self._comes = None
+            meeting().end()
         if self._apart is not None:
             raise ApartError(
                 f"no checkpoint was written: {self._apart}, and the ranks have ended their "

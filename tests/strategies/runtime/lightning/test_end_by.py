@@ -43,7 +43,7 @@ class Gone:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_ANSWER_S", "_TOGETHER_S", "_REFUSED_S"):
+    for name in ("_ANSWER_S", "_TOGETHER_S", "_REFUSED_S", "_SAVING_S"):
         monkeypatch.setattr(common_end, name, 0.05)
 
 
@@ -118,7 +118,9 @@ def test_ranks_that_refuse_alike_stay_connected() -> None:
     told = {"late": False, "step": 3, "place": place, "kind": "strategies.errors:ModelError"}
     one.store.set("failed/0", json.dumps({**told, "number": 1, "doing": "", "rank": 0}))
     mine = ModelError("no")
-    assert end(mine, 1, one, place=place) == End(mine, None)
+    found = end(mine, 1, one, place=place)
+    assert found.error is mine and found.why is None
+    assert found.comes is not None and not found.comes()  # the other one does not come to save
     assert one.is_on and one.done == ["stay"]
     other.store = HashStore()
     other.store.set("failed/0", json.dumps({**told, "number": 1, "doing": "", "rank": 0}))
