@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -87,14 +86,11 @@ def write_failure(
     """Called by a failing rank; returns the exit code to end with."""
     failure = raised(rank, error)
     file, text = failure_file(run_dir, rank), json.dumps(asdict(failure))
-    if page is not None:
-        page.end(text)
-    with suppress(OSError):  # a full disk, which the page does not mind
-        try:
-            file.write_text(text)
-        except OSError as full:
-            if full.errno != errno.EMFILE:
-                raise
+    (page or Heartbeat()).end(text)
+    try:
+        file.write_text(text)
+    except OSError as full:  # A full disk is nothing to the page.
+        if full.errno == errno.EMFILE:
             os.close(0)  # A rank reads nothing there, and ends now.
             file.write_text(text)
     return failure.exit_code
@@ -123,8 +119,7 @@ def read_failure(run_dir: Path, rank: int) -> Failure | None:
 
 def failure_on(page: int) -> Failure | None:
     """What a rank has left on its page (a descriptor), where it could write no file."""
-    text = read_end(page)
-    return Failure(**json.loads(text)) if text else None
+    return Failure(**json.loads(text)) if (text := read_end(page)) else None
 
 
 def signalled(rank: int, exit_code: int, at: float) -> Failure:
