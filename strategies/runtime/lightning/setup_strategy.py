@@ -45,9 +45,7 @@ from strategies.runtime.lightning.data_order import (
     shard,
     undisturbed,
 )
-from strategies.runtime.lightning.hooks.hook_state import (
-    HookState,
-)
+from strategies.runtime.lightning.hooks.hook_state import HookState
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
 from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
