@@ -22,7 +22,7 @@ from launcher.processes.rank_server import SHARED, ForkedRank, RankServer
 from tests.ranks.rank_server import POOL_RANK, REPOSITORY, VARIABLES, rank_server_address
 
 _DEADLINE_S = 150.0
-_RELEASED_S = 5.0  # One has failed: for that long the others may wait for it.
+_RELEASED_S = 10.0  # One has failed: for that long the others may wait for it.
 
 
 class RankTraceback(Exception):  # noqa: N818 -- the cause of an error, as concurrent.futures has it
@@ -254,6 +254,8 @@ def _answer(module: str, name: str, arguments: dict[str, Any]) -> tuple[float | 
     except BaseException as error:
         raised_at, text = time.monotonic(), traceback.format_exc()
         told = _told(error, text)
+    finally:
+        os.environ.pop("PL_GLOBAL_SEED", None)  # The next test has not seeded.
     _leave()
     return raised_at, told
 

@@ -181,8 +181,11 @@ class Communicators:
         return self._groups[key]
 
     def destroy(self) -> None:
-        """Gives all groups back; collective, in the order of their making."""
-        for group in self._groups.values():
+        """Gives all groups back; collective, in the order of their making.
+
+        None is left where the default group has gone: a fit that fails ends all connections.
+        """
+        for group in self._groups.values() if dist.is_initialized() else ():
             if dist.get_rank(group) >= 0:
                 dist.destroy_process_group(group)
         self._groups.clear()
