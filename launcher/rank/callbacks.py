@@ -174,6 +174,7 @@ class Progress(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
     ) -> None:
+        self.note_undeleted(trainer)
         if trainer.fit_loop._should_accumulate():
             return
         now = time.perf_counter()
@@ -268,6 +269,12 @@ class Progress(pl.Callback):
         """A line for the terminal of whoever has started the run."""
         if text is not None:
             self._tell({"kind": "note", "text": text})
+
+    def note_undeleted(self, trainer: pl.Trainer) -> None:
+        """Old checkpoints that stay, which the log of rank 0 names, too."""
+        undeleted = pipeline(trainer).saver.undeleted
+        while undeleted:
+            self.note(undeleted.pop(0))
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self._events is not None:

@@ -272,6 +272,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
             raise
         raise lost from error
     ran, shown = pipeline(trainer).plan, closing.timeline
+    progress.note_undeleted(trainer)
     if rank == 0:
         tracked.end(run, shown, ran)
         progress.note(tracked.continued())

@@ -186,6 +186,9 @@ class Saver:
     In a thread: what this rank writes is copied to host memory first, so parameters may change as
     soon as ``save`` returns. The thread talks to the other ranks' threads on a communicator of its
     own. What goes wrong there is raised by the next ``check``, ``finish`` or ``save``.
+
+    Attributes:
+        undeleted: Warnings about old checkpoints that stay; whoever shows one takes it out.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -196,6 +199,7 @@ class Saver:
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._doomed: list[Path] = []
+        self.undeleted: list[str] = []
 
     @property
     def pending(self) -> Path | None:
@@ -253,7 +257,7 @@ class Saver:
             doomed, self._doomed = self._doomed, []
             self._path = None
         for path in doomed:
-            remove_old(path)
+            self._remove_old(path)
 
     def remove(self, path: Path) -> None:
         """Deletes a checkpoint, once the one that is being written is committed; not collective.
@@ -264,7 +268,11 @@ class Saver:
             if self._path is not None or self._problem is not None:
                 self._doomed.append(path)
                 return
-        remove_old(path)
+        self._remove_old(path)
+
+    def _remove_old(self, path: Path) -> None:
+        if (warning := remove_old(path)) is not None:
+            self.undeleted.append(warning)
 
     def wait(self, most_s: float) -> None:
         """Waits so long until nothing is being written; raises nothing."""

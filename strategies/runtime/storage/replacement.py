@@ -63,16 +63,19 @@ def put_in_place(staging: Path, path: Path) -> None:
         remove(aside)
 
 
-def remove_old(path: Path) -> None:
-    """Deletes a checkpoint that is no longer needed; one that cannot be deleted stays."""
+def remove_old(path: Path) -> str | None:
+    """Deletes a checkpoint that is no longer needed; the warning if it cannot be deleted."""
     try:
         remove(path)
     except OSError as error:
-        _log.warning(
-            "%s cannot be deleted: %s. Training goes on; delete it by hand.",
-            path,
-            error.strerror or error,
+        stays = path if path.exists() else path.with_name(path.name + UNFINISHED)
+        warning = (
+            f"{stays} cannot be deleted: {error.strerror or error}. Training continues; delete it "
+            "by hand."
         )
+        _log.warning(warning)
+        return warning
+    return None
 
 
 def remove(path: Path) -> None:

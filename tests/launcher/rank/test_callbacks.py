@@ -1,19 +1,25 @@
-"""How a loader process ended is known, whichever of torch's two ways finds it dead."""
+"""How a loader process ended, whichever of torch's two ways finds it dead; terminal notes."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from launcher.rank.callbacks import as_lost_loader, how_it_ended
+from launcher.processes.progress import ProgressView
+from launcher.rank.callbacks import Progress, as_lost_loader, how_it_ended
+from strategies import PipelineStrategy
+from strategies.runtime.messages.exchange import Exchange
+from strategies.runtime.storage.commit import Saver
 
 
 class _Ending(IterableDataset[int]):
@@ -90,3 +96,24 @@ def test_a_loader_that_dies_while_a_batch_is_fetched_from_it_is_named(monkeypatc
     finally:
         signal.signal(signal.SIGCHLD, before)
         del batches
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_named_once_at_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warning = "step-00000010.ckpt.tmp cannot be deleted: Operation not permitted."
+    strategy = PipelineStrategy(pp=1, num_microbatches=1)
+    strategy._saver = Saver(Exchange(None))
+    strategy.saver.undeleted.append(warning)
+    accumulates = SimpleNamespace(_should_accumulate=lambda: True)
+    trainer: Any = SimpleNamespace(strategy=strategy, fit_loop=accumulates)
+    read, write = os.pipe()
+    monkeypatch.setenv("FOLDPIPE_EVENTS", str(write))
+    progress = Progress(None, None)
+    for _ in range(2):
+        progress.on_train_batch_end(trainer, trainer, None)
+    os.close(write)
+    with open(read) as events, ProgressView(enabled=True) as view:
+        for line in events:
+            view(json.loads(line))
+    assert capsys.readouterr().out == f"{warning}\n"

@@ -134,4 +134,5 @@ def test_an_old_one_that_cannot_be_deleted_ends_nothing(
         saver.finish()
     assert step_in(tmp_path / "b.ckpt") == 2
     (said,) = caplog.messages
-    assert said.startswith(f"{tmp_path / 'a.ckpt'} cannot be deleted: Operation not permitted.")
+    assert said.startswith(f"{tmp_path / 'a.ckpt.tmp'} cannot be deleted: Operation not permitted.")
+    assert saver.undeleted == [said]
