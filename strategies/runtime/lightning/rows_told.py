@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec
 
-from strategies.runtime.step.microbatch import count_rows, row_lists, share_sizes
+from strategies.runtime.step.microbatch import row_lists, share_sizes
 
 _SHOWN = 5
 
@@ -30,6 +30,7 @@ class RowsTold:
         self._hooks_told = self._layers_told = self._loss_told = self._mixed_told = False
         self._logs_told = self._lost_told = self._gathered_told = False
         self._kept_told = self._batch_told = self._lists_told = False
+        self._lists: dict[str, Sequence[Any]] | None = None  # of the batch before
         self._passes = 0
         self._kept: list[tuple[nn.Module, str, str, Tensor, int]] = []
 
@@ -45,19 +46,24 @@ class RowsTold:
             "same, a limit does not. on_before_optimizer_step sees the batch's gradient."
         )
 
-    def lists(self, batch: Any, loaders: TreeSpec | None, num_microbatches: int) -> str | None:
-        """Of lists in the first batch that are as long as it has rows, maybe by accident."""
-        if self._lists_told:
+    def lists(
+        self, batch: Any, batch_idx: int, loaders: TreeSpec | None, num_microbatches: int
+    ) -> str | None:
+        """Of lists as long as the batch that are the same in two batches of an epoch."""
+        if self._lists_told or num_microbatches == 1:
+            return None
+        before, self._lists = self._lists, row_lists(batch, loaders)
+        if before is None or batch_idx == 0:  # An epoch of one batch repeats all of it.
             return None
         self._lists_told = True
-        rows, found = count_rows(batch, loaders), row_lists(batch, loaders)
-        if not found or num_microbatches == 1 or rows == 1:
+        same = [place for place, value in self._lists.items() if before.get(place) == value]
+        if not same:
             return None
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         return (
-            f"{found[0]}{others} has {rows} entries, as many as the batch has rows: a microbatch "
-            "gets those of its rows. What is no list of rows (names of classes) belongs on the "
-            "module, or as a dict in the batch."
+            f"{same[0]}{others} has the same {len(self._lists[same[0]])} entries in two batches, "
+            "as many as the batch has rows: a microbatch gets those of its rows. If it is no list "
+            "of rows (names of classes), keep it on the module, or as a dict in the batch."
         )
 
     def stages(self, owned: Collection[str]) -> None:

@@ -271,7 +271,7 @@ class PipelineStrategy(SetupStrategy):
             rows = count_rows(batch, self._loaders)
             count = self._plan.num_microbatches
             if not self.engine.model.uncut:
-                self._tell(self._rows_told.lists(batch, self._loaders, count))
+                self._tell(self._rows_told.lists(batch, batch_idx, self._loaders, count))
                 self._tell(self._rows_told.layers(rows, count))
                 self._tell(self._rows_told.hooks(rows, count))
                 self._tell(self._rows_told.elsewhere())

@@ -117,22 +117,25 @@ def count_rows(batch: Any, loaders: TreeSpec | None = None) -> int:
     return rows
 
 
-def row_lists(batch: Any, loaders: TreeSpec | None = None) -> list[str]:
-    """Where in a batch lists are that have as many entries as it has rows, as a user writes it."""
+def row_lists(batch: Any, loaders: TreeSpec | None = None) -> dict[str, Sequence[Any]]:
+    """Lists of words or numbers that have as many entries as the batch has rows, not all equal.
+
+    The keys are their places in the batch, as a user writes them.
+    """
     rows = count_rows(batch, loaders)
-    found: list[str] = []
+    found: dict[str, Sequence[Any]] = {}
 
     def look(value: Any, place: str, top: bool = False) -> None:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 look(item, f"{place}[{key!r}]")
         elif isinstance(value, list | tuple):
-            plain = not list_tensors(value) and len(value) == rows
-            if plain or (not top and _has_an_entry_per_row(value, rows)):
-                found.append(place)
-                return
-            for number, item in enumerate(value):
-                look(item, f"{place}[{number}]")
+            if len(value) == rows and all(isinstance(item, str | int | float) for item in value):
+                if len({*value}) > 1:
+                    found[place] = value
+            elif top or not _has_an_entry_per_row(value, rows):
+                for number, item in enumerate(value):
+                    look(item, f"{place}[{number}]")
 
     look(batch, "batch", top=True)
     return found

@@ -362,6 +362,17 @@ def hooked() -> Any:
     return Hooked()
 
 
+class Listing(Net):
+    """Names of classes beside the rows, as many as there are rows."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, [f"class {number}" for number in range(len(batch[0]))]]
+
+
+def listing() -> Any:
+    return Listing()
+
+
 def stepped() -> Any:
     return SteppedInBackward()
 
@@ -410,6 +421,7 @@ def seldom(*row: Any) -> Any:
         (in_batch, {"loss_over": "batch"}, ["", ""]),
         (row_by_row, {}, ["", ""]),
         (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),
+        (listing, {}, ["batch[2] has the same 8 entries in two batches, as many as the batch", ""]),
         (flipped, {}, ["Flipped.training_step mixes rows of the batch between its layers", ""]),
         (centred, {}, ["Centred.training_step mixes rows of the batch between its layers", ""]),
         (harmless, {}, ["", ""]),

@@ -56,15 +56,38 @@ def test_lists_of_boxes_are_cut_with_the_rows_and_columns_as_columns() -> None:
     assert [view.shape for view in first.data["views"]] == [(2, 2), (2, 3)]
 
 
-def test_lists_that_are_as_long_as_the_batch_are_named() -> None:
+def listed(texts: list[str], **more: Any) -> dict[str, Any]:
+    """A batch of three rows, as a detection data set gives them."""
     boxes = [torch.zeros(1 + row, 4) for row in range(3)]
-    batch = {"x": torch.zeros(3, 5), "classes": ["cat", "dog", "bird"], "n": [boxes, [1, 2]]}
-    assert row_lists(batch) == ["batch['classes']", "batch['n'][0]"]
-    assert row_lists([torch.zeros(3, 2), torch.zeros(3)]) == []
+    names = ["cat", "dog", "bird"]
+    records = [{"box": box, "names": names} for box in boxes]
+    return {"x": torch.zeros(3, 5), "n": [boxes, [1, 2]], "texts": texts, "records": records} | more
+
+
+def test_lists_that_are_as_long_as_the_batch_in_two_batches_are_named_once() -> None:
+    same = {"classes": ["cat", "dog", "bird"], "more": ([0.5, 1, 2],)}
+    first, second = listed(["a", "b", "c"], **same), listed(["b", "c", "d"], **same)
+    assert [*row_lists(first)] == ["batch['texts']", "batch['classes']", "batch['more'][0]"]
     told = RowsTold(LightningModule())
-    said = str(told.lists(batch, None, 2))
-    assert said.startswith("batch['classes'] and 1 more has 3 entries, as many as the batch has")
-    assert told.lists(batch, None, 2) is None
+    assert told.lists(first, 0, None, 2) is None
+    said = str(told.lists(second, 1, None, 2))
+    assert said.startswith("batch['classes'] and 1 more has the same 3 entries in two batches, as")
+    assert told.lists(second, 2, None, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("second", "number"),
+    [
+        (listed(["b", "c", "d"]), 1),
+        (listed(["a", "b", "c"]), 0),  # the only batch of the next epoch
+        (listed(["b", "c", "d"], languages=["en"] * 3), 1),
+    ],
+    ids=["of_the_rows", "of_the_same_batch", "of_equal_entries"],
+)
+def test_lists_of_rows_are_not_named(second: Any, number: int) -> None:
+    told = RowsTold(LightningModule())
+    assert told.lists(listed(["a", "b", "c"], languages=["en"] * 3), 0, None, 2) is None
+    assert told.lists(second, number, None, 2) is None
 
 
 def test_two_views_of_two_rows_are_columns() -> None:
