@@ -21,6 +21,7 @@ _LIBRARIES = """strategies hydra omegaconf yaml antlr4 torch lightning pytorch_l
     torchmetrics lightning_utilities numpy safetensors tokenizers transformers wandb tensorboard
     matplotlib scipy
     optuna psutil rich tqdm packaging typing_extensions"""
+_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TAKEN_NAMES = frozenset(_LIBRARIES.split()) | sys.stdlib_module_names
 
 
@@ -34,6 +35,8 @@ class _LibrariesFirst:
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if path is not None or name not in TAKEN_NAMES:
             return None
+        if name == "strategies":  # of the same foldpipe: another one may be installed
+            return PathFinder.find_spec(name, [_HOME])
         try:
             here = {"", os.getcwd()}
         except OSError:  # a folder that is gone

@@ -307,6 +307,20 @@ def test_another_python_than_the_installed_one_is_told_so(tmp_path: Path) -> Non
     assert errors.count("\n") == 1
 
 
+def test_a_checkout_runs_with_the_schedules_that_stand_beside_its_launcher(tmp_path):
+    """Whichever foldpipe is installed: here the one whose tests these are."""
+    (tmp_path / "strategies").mkdir()
+    (tmp_path / "strategies" / "__init__.py").write_text("")
+    shutil.copytree(
+        REPOSITORY / "launcher", tmp_path / "launcher", ignore=lambda *_: ["__pycache__"]
+    )
+    code = "import sys; sys.argv = ['-m']; import launcher, strategies; print(strategies.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(tmp_path / "strategies" / "__init__.py")
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: " ".join(case[0])[:40])
 def test_a_wrong_request_is_refused_with_one_message(case, tmp_path, monkeypatch):
     words, *expected = case
