@@ -216,10 +216,9 @@ def test_a_failed_save_ends_training_at_the_next_step(
     found = ranks(2).run(fail_to_save, case=Case(pp=2), path=str(path), rank=1)
     assert [rank["began"] for rank in found] == [[0, 1, 2, 3]] * 2  # never a fifth
     assert found[1]["error"].startswith(f"CheckpointError: checkpoint {path} was not written: No")
-    assert (
-        f"checkpoint {path} was not written: another rank failed, rank 1: No space left"
-        in (found[0]["error"])
-    )
+    # By its own save, or with what rank 1 raises: whichever rank 0 comes to first.
+    assert f"checkpoint {path} was not written: " in found[0]["error"]
+    assert "No space left" in found[0]["error"]
     assert not list(tmp_path.iterdir())
 
 

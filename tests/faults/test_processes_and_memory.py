@@ -47,8 +47,8 @@ def _kill_a_loader(cwd: Path, rank: int) -> tuple[float, str]:
     assert done.code == 1
     pattern = (
         rf"error: rank {rank} on {re.escape(HOST)} failed first: LoaderProcessError: "
-        rf"loader process {pid} of rank {rank} has died \(SIGKILL: [^)]+\) after (\d+) batches "
-        r"of epoch 0, with batches (\d+) to (\d+) under way\."
+        rf"loader process (?:\d+, )?{pid}(?:, \d+)? of rank {rank} has died \(SIGKILL: [^)]+\) "
+        r"after (\d+) batches of epoch 0, with batches (\d+) to (\d+) under way\."
     )
     found = re.match(pattern, done.errors)
     assert found, done.errors

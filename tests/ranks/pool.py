@@ -239,7 +239,10 @@ def _leave() -> None:
     """Closes this rank's connections, which releases all ranks that wait for it."""
     import torch.distributed as dist
 
+    from strategies.runtime.messages.meeting import meeting
+
     gc.collect()
+    meeting().end()  # It holds the group of a fit, which gloo would keep open.
     if dist.is_initialized():
         dist.destroy_process_group()
 
