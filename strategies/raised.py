@@ -13,7 +13,7 @@ from typing import Any
 
 from strategies.errors import PipelineError, RunError, without_stack
 
-# Gloo's second word where a wait has ended in vain: whoever next uses what it has closed.
+# Gloo's second word where a wait has ended in vain: the next use of what it has closed.
 PAIR_CLOSED = "Application timeout"
 _LOST = ("Connection", "connection", "Broken pipe", "gloo", "Timed out", PAIR_CLOSED)
 _LATE = ("Timed out", "timed out")
@@ -82,17 +82,17 @@ def _is_plain(value: object) -> bool:
         return False
 
 
-def made_again(told: Mapping[str, Any], *, rank: int, step: int) -> BaseException:
-    """The exception that a rank has told, marked as that rank's.
+def rebuilt(record: Mapping[str, Any], *, rank: int, step: int) -> BaseException:
+    """The exception from a rank's record, marked as that rank's.
 
     A class that this process does not know, and an exception whose text would be another, become a
     RunError that names it. Nothing is imported, and of a user's class nothing is called.
     """
     where = f"rank {rank}" + (f" at step {step}" if step else "")
-    error = _same(told)
+    error = _same(record)
     if error is None:
-        name = told["kind"].rpartition(":")[2].rpartition(".")[2]
-        error = RunError(f"{where} failed: {name}: {told['said']}")
+        name = record["kind"].rpartition(":")[2].rpartition(".")[2]
+        error = RunError(f"{where} failed: {name}: {record['said']}")
     error.add_note(f"Raised by {where}; the other ranks of its pipeline end with it.")
     setattr(error, _RANK, rank)
     return error
@@ -104,21 +104,21 @@ def raised_by(error: BaseException) -> int | None:
     return found
 
 
-def _same(told: Mapping[str, Any]) -> BaseException | None:
-    module, _, path = told["kind"].partition(":")
+def _same(record: Mapping[str, Any]) -> BaseException | None:
+    module, _, path = record["kind"].partition(":")
     kind: Any = sys.modules.get(module)
     for part in path.split("."):
         kind = getattr(kind, part, None)
-    if not (isinstance(kind, type) and issubclass(kind, BaseException)) or "args" not in told:
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)) or "args" not in record:
         return None
     try:
         if kind.__module__ == "builtins":
-            error: BaseException = kind(*told["args"])
+            error: BaseException = kind(*record["args"])
         else:
             base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
-            error = base.__new__(kind, *told["args"])
-        vars(error).update(told["held"])
-        same = without_stack(str(error))[:_MOST] == told["said"]
+            error = base.__new__(kind, *record["args"])
+        vars(error).update(record["held"])
+        same = without_stack(str(error))[:_MOST] == record["said"]
     except Exception:
         return None  # One that cannot be made of its arguments alone.
     return error if same else None

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from strategies.errors import ModelError, RunError
-from strategies.raised import has_lost, in_plain_data, is_late, made_again, raised_by
+from strategies.raised import has_lost, in_plain_data, is_late, raised_by, rebuilt
 
 
 class TwoPartsError(ValueError):
@@ -27,7 +27,7 @@ class SilentError(Exception):
 
 
 def again(error: BaseException) -> BaseException:
-    return made_again(json.loads(json.dumps(in_plain_data(error))), rank=3, step=7)
+    return rebuilt(json.loads(json.dumps(in_plain_data(error))), rank=3, step=7)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_cannot_be_made_again_is_named() -> None:
 def test_nothing_is_imported_and_no_constructor_called_for_a_name_that_came() -> None:
     told = {"said": "no", "args": ["no"], "held": {}}
     for kind in ("os:system", "nowhere:Error", "builtins:eval", "subprocess:Popen", "json:"):
-        assert type(made_again({**told, "kind": kind}, rank=1, step=0)) is RunError
+        assert type(rebuilt({**told, "kind": kind}, rank=1, step=0)) is RunError
 
 
 def test_consequences_are_told_from_causes() -> None:

@@ -29,7 +29,7 @@ from strategies.errors import (
     readable,
 )
 from strategies.heartbeat import Beat
-from strategies.raised import has_lost, in_plain_data, is_late, made_again
+from strategies.raised import has_lost, in_plain_data, is_late, rebuilt
 from strategies.runtime.lightning.last_words import until
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.meeting import Meeting
@@ -114,8 +114,8 @@ def end_by(
     try:
         cause = None if own else _first(store, here)
         if cause is None and (own or (late and not here.watched)):
-            told = {"late": late, "step": here.step, "place": here.place}
-            _say(store, here, "failed", told | ({} if late else in_plain_data(error)))
+            record = {"late": late, "step": here.step, "place": here.place}
+            _say(store, here, "failed", record | ({} if late else in_plain_data(error)))
         else:
             _say(store, here, "heard", {})
         if own and saves:
@@ -128,7 +128,7 @@ def end_by(
         settle(_SAVING_S)
         met.end()
         if cause is not None and not cause["late"]:
-            again = made_again(cause, rank=cause["rank"], step=cause["step"])
+            again = rebuilt(cause, rank=cause["rank"], step=cause["step"])
             return End(again, f"rank {cause['rank']} has failed")
         if not here.watched:
             until(lambda: _have_answered(store, here), _ANSWER_S)
@@ -145,18 +145,18 @@ def end_by(
             met.end()
 
 
-def _say(store: Store, here: Rank, what: str, told: dict[str, Any]) -> None:
+def _say(store: Store, here: Rank, what: str, record: dict[str, Any]) -> None:
     doing = here.beat.describe()
-    place = {"rank": here.rank, "doing": doing, "waits": what == "heard" or told["late"]}
+    place = {"rank": here.rank, "doing": doing, "waits": what == "heard" or record["late"]}
     number = store.add("count", 1)
-    store.set(f"{what}/{here.rank}", json.dumps({**told, **place, "number": number}))
+    store.set(f"{what}/{here.rank}", json.dumps({**record, **place, "number": number}))
 
 
 def _first(store: Store, here: Rank) -> dict[str, Any] | None:
     """What the first rank that has failed says; None where none has said anything."""
     failed = [f"failed/{rank}" for rank in here.others]
     found = [json.loads(store.get(key)) for key in failed if store.check([key])]
-    return min(found, key=lambda told: told["number"], default=None)
+    return min(found, key=lambda record: record["number"], default=None)
 
 
 def _have_answered(store: Store, here: Rank) -> bool:
@@ -176,8 +176,8 @@ def _all_alike(store: Store, here: Rank, most_s: float) -> bool:
     keys = [f"failed/{rank}" for rank in range(here.world_size)]
     same = False
     if here.place is not None and until(lambda: store.check(keys), most_s):
-        told = [json.loads(store.get(key)) for key in keys]
-        same = len({(one.get("kind"), one["step"], one["place"]) for one in told}) == 1
+        records = [json.loads(store.get(key)) for key in keys]
+        same = len({(one.get("kind"), one["step"], one["place"]) for one in records}) == 1
     return _agreed(store, "alike", same)
 
 
@@ -198,13 +198,13 @@ def _in_vain(store: Store, here: Rank) -> str:
     lines = []
     for rank in range(here.world_size):
         key = next((k for k in (f"failed/{rank}", f"heard/{rank}") if store.check([k])), None)
-        told = None if key is None else json.loads(store.get(key))
-        if told is None:
+        record = None if key is None else json.loads(store.get(key))
+        if record is None:
             lines.append(f"rank {rank} waits for no other rank: its loader, a callback or a step")
-        elif told["waits"]:
-            lines.append(f"rank {rank} waits {told['doing']}")
+        elif record["waits"]:
+            lines.append(f"rank {rank} waits {record['doing']}")
         else:
-            lines.append(f"rank {rank} has failed {told['doing']}")
+            lines.append(f"rank {rank} has failed {record['doing']}")
     return (
         f"a rank has waited for another one for timeout_s={here.timeout_s:g} s. "
         f"{'; '.join(lines)}. Try a larger PipelineStrategy(timeout_s=...), if that may take so "

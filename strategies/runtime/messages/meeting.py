@@ -89,11 +89,11 @@ class Meeting:
         return None if self._store is None else PrefixStore(f"met/{self.number}", self._store)
 
     def stay(self) -> None:
-        """All ranks have failed, have told so in ``store``, and go on in this group."""
+        """All ranks have failed, have said so in ``store``, and go on in this group."""
         self._failures += 1
 
     def end(self) -> None:
-        """Ends the group and all others; whoever waits for this rank is released."""
+        """Ends the group and all others; all ranks that wait for this one are released."""
         if not self.is_on:
             return
         hang_up()

@@ -92,13 +92,13 @@ def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) ->
 
 
 def _tell_untaken(untaken: Mapping[str, str], reads: ReadNames) -> None:
-    """One warning for all objects of which nobody can say whether they are the same."""
+    """One warning for all objects that cannot be compared."""
     listed = ", ".join(
         f"{place} ({kind})" for place, kind in untaken.items() if _is_in(place, reads.steps)
     )
     if listed:
         _log.warning(
-            "the ranks cannot compare %s: of an object without attributes nobody can say whether "
+            "the ranks cannot compare %s: an object without attributes does not show whether "
             "it is the same in every process. See that it is.",
             listed,
         )

@@ -185,7 +185,7 @@ class CheckpointingStrategy(RanksStrategy):
             raise ModelError(
                 f"the fit before has failed, and its ranks were at different steps: "
                 f"{', '.join(map(str, steps))}. So were the weights of "
-                f"{type(self.whole.module).__name__}. Make the module anew, and load a checkpoint "
+                f"{type(self.whole.module).__name__}. Make a new module, and load a checkpoint "
                 "into it."
             )
         self._make_whole(asked="auto")
