@@ -57,7 +57,9 @@ FORGETTING = {
 def talk(folder: str | None, sizes: Sequence[int], forgetting: str | None = None) -> dict[str, Any]:
     """Each rank sends to the other, some tags ahead, and takes them in another order.
 
-    Contents are looked at when blocks have been used again, by hosts that run ahead.
+    Sends and takes have a stream each, and the hosts run ahead of both. Whichever wait is left
+    out, the stream that should have waited runs first: all takes before the first message is in
+    its block, or all sends before one is taken.
     """
     wrong: list[object] = []
     with shared_gpu(folder) as memory, contextlib.ExitStack() as stack:
@@ -65,6 +67,8 @@ def talk(folder: str | None, sizes: Sequence[int], forgetting: str | None = None
         if forgetting is not None:
             stack.enter_context(FORGETTING[forgetting])
         own, words = dist.get_rank(), Exchange(dist.group.WORLD)
+        sends, takes = torch.cuda.current_stream(CUDA), torch.cuda.Stream(CUDA)
+        order = (sends, takes) if forgetting == "the last reader" else (takes, sends)
         near = sorted(transport._near)
         for size in sizes:
             found: list[tuple[int, int, Tensor]] = []
@@ -77,9 +81,13 @@ def talk(folder: str | None, sizes: Sequence[int], forgetting: str | None = None
                     (tag, transport.expect((size,), torch.uint8, CUDA, 1 - own, tag))
                     for tag in reversed(range(_TAGS))
                 ]
-                found += [(turn, tag, arrival.wait()) for tag, arrival in arrivals]
+                with torch.cuda.stream(takes):
+                    found += [(turn, tag, arrival.wait()) for tag, arrival in arrivals]
                 # No device has done anything yet that nobody waits for, and blocks are free.
                 words.everyone(turn)
+            for stream in order:
+                stream.synchronize()
+                words.everyone(size)
             for turn, tag, tensor in found:
                 if not torch.equal(tensor, _message(1 - own, turn, tag, size)):
                     wrong.append((turn, size, tag))
