@@ -135,6 +135,7 @@ CASES = {
     "replicas": Case("foldx_fifo", pp=2, dp=2, steps=3),
     "sliced": Case("1f1b", pp=2, tp=2, steps=2, shape=SHAPE),
 }
+EVERY_DAY = ("1f1b", "split backwards")
 
 
 def train_sharing(case: Case, folder: str) -> dict[str, Any]:
@@ -155,7 +156,13 @@ def train_sharing(case: Case, folder: str) -> dict[str, Any]:
     return {**result, "near": [sorted(each._near) for each in opened], "left": left}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in EVERY_DAY else pytest.mark.full)
+        for name, case in CASES.items()
+    ],
+)
 def test_losses_and_weights_are_those_of_gloo(
     ranks: Callable[[int], Ranks], tmp_path: Path, case: Case
 ) -> None:

@@ -86,7 +86,10 @@ def train_on_it(case: Case, forgetting: str | None = None) -> dict[str, Any]:
         pytest.param(PIPELINE, marks=pytest.mark.full),
         Case("zb_v", pp=2, backend="staged", steps=2),
         pytest.param(REPLICAS, marks=pytest.mark.full),
-        Case("1f1b", pp=1, dp=2, overlap="zero1", backend="staged", steps=3),
+        pytest.param(
+            Case("1f1b", pp=1, dp=2, overlap="zero1", backend="staged", steps=3),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["staged messages", "split backwards", "reductions", "shards"],
 )

@@ -67,11 +67,11 @@ def _name(case: ExpertCase | Case) -> str:
 # A module of one's own; the built-in model has the rest.
 OWN = [
     ExpertCase(dp=2, ep=2, accumulation=2, steps=4),
+    ExpertCase(tp=2, steps=4),
+]
+LONG = [
     ExpertCase("foldx_fifo", pp=2, dp=2, ep=2, microbatches=4, steps=4, one=True,
                recompute=Recompute("optimal", max_full_activations=1.0)),
-    ExpertCase(tp=2, steps=4),
-]  # fmt: skip
-LONG = [
     ExpertCase(tp=2, ep=2, dp=2, steps=4, overlap="zero1"),
     ExpertCase(pp=2, dp=2, ep=2),
     ExpertCase("zb_v", dp=2, ep=2, pp=2, tied=True),
@@ -79,7 +79,7 @@ LONG = [
     ExpertCase(dp=4, ep=2, overlap="zero1", one=True),
     ExpertCase(tp=2, expert_tp=True, accumulation=2),
     ExpertCase("zb_v", dp=2, tp=2, ep=2, expert_tp=True, overlap="zero1", one=True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

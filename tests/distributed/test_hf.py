@@ -230,7 +230,7 @@ SPREAD = (
             )
         ),
         # The same two ranks have halves of the matrices around experts, and halves of these.
-        ("mixtral", {"dp": 2, "tp": 2, "pp": 1}),
+        pytest.param("mixtral", {"dp": 2, "tp": 2, "pp": 1}, marks=pytest.mark.full),
         pytest.param("mixtral", {"dp": 1, "tp": 2, "pp": 1}, marks=pytest.mark.full),
         pytest.param("mixtral", {"dp": 2, "tp": 2, "ep": 4, "pp": 1}, marks=pytest.mark.full),
         *(
@@ -270,7 +270,7 @@ def test_experts_of_a_family_over_ranks_train_as_transformers_does_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.full), "zb_v"])
 def test_a_family_whose_routers_draw_in_training_draws_the_same_at_any_cut(
     schedule: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

@@ -59,9 +59,16 @@ CASES = {
     "recomputed": Case("zb_v", pp=4, steps=4, accumulation=2, short_last=True),
     "sliced": Case("1f1b", pp=2, tp=2, steps=3, shape=SHAPE),
 }
+EVERY_DAY = ("1f1b", "recomputed")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in EVERY_DAY else pytest.mark.full)
+        for name, case in CASES.items()
+    ],
+)
 def test_losses_and_weights_are_those_of_gloo_to_the_last_bit(
     ranks: Callable[[int], Ranks], case: Case
 ) -> None:
@@ -104,7 +111,10 @@ def train_while_a_thread_copies(case: Case) -> dict[str, Any]:
         return {**train_noting_channels(case), "apart": apart}
 
 
-@pytest.mark.parametrize("case", [CASES["two stages each"], CASES["recomputed"]])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES["two stages each"], marks=pytest.mark.full), CASES["recomputed"]],
+)
 def test_a_rank_that_goes_on_computing_lets_a_thread_copy(
     ranks: Callable[[int], Ranks], case: Case
 ) -> None:

@@ -199,9 +199,11 @@ def check_same(
 # The norms of these steps lie on both sides of their limits.
 STRUCK = [
     pytest.param(replace(CASE, clip=1e9), 0, id="never", marks=pytest.mark.full),
-    pytest.param(replace(CASE, clip=15.0, steps=16), 2, id="sometimes"),
+    pytest.param(replace(CASE, clip=15.0, steps=16), 2, id="sometimes", marks=pytest.mark.full),
     pytest.param(replace(CASE, clip=1e-3), 1, id="always", marks=pytest.mark.full),
-    pytest.param(replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), 1, id="zb_h2-pp4"),
+    pytest.param(
+        replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), 1, id="zb_h2-pp4", marks=pytest.mark.full
+    ),
     pytest.param(replace(CASE, clip=1e-3, dp=2, overlap="zero1", rows=6), 1, id="zero1"),
     pytest.param(
         replace(CASE, clip=1e-3, backend="strict"), 1, id="in order", marks=pytest.mark.full

@@ -99,9 +99,8 @@ def _quick(schedule: str, policy: str, **changes: Any) -> Case:
 
 
 QUICK = [
-    *(_quick(schedule, "full") for schedule in ("1f1b", "foldx_aiao", "chimera")),
+    _quick("1f1b", "full"),
     _quick("interleaved_1f1b", "full", backend="strict"),
-    _quick("zb_v", "mario", backend="strict"),
     _quick("chimera", "mario", backend="strict"),
     _quick("1f1b", "mario", split_backward=True, dp=2, overlap="zero1"),
     _quick("interleaved_1f1b", "mario-2", accumulation=2, shape=small_shape(tie_embeddings=True)),
@@ -112,6 +111,8 @@ QUICK = [
     _quick("zb_v", "layer", tp=2, sequence_parallel=True, shape=GROUPED),
 ]
 FULL = [
+    *(_quick(schedule, "full") for schedule in ("foldx_aiao", "chimera")),
+    _quick("zb_v", "mario", backend="strict"),
     _quick("1f1b", "full", tp=2, shape=GROUPED),
     _quick("1f1b", "full", tp=2, split_backward=True, sequence_parallel=True, shape=GROUPED),
     *(

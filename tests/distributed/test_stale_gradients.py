@@ -308,16 +308,20 @@ def compare(case: Case, ranks: Callable[[int], Ranks], *, at_once: bool = False)
 
 EVERY_DAY = [
     Case("pipedream_2bw", 2, clip=0.02, optimizer="Muon"),
-    Case("pipedream_2bw", 2, 2, "SGD", 1, overlap="zero1", rows=6, accumulation=3, check_every=4),
     Case("pipedream_2bw", 4, recompute="optimal", overlap="none", synchronous=4, feedback=1.0),
-    Case("pipedream", 4, microbatches=1, clip=0.003, by_value=True, synchronous=5),
     Case("pipedream", 2, 2, microbatches=1, vertical_sync=True, clip=0.02, overlap="zero1"),
     Case("pipedream", 4, microbatches=1, accumulation=2, check_every=5, frozen=True),
+]
+SELDOM = [
+    Case("pipedream_2bw", 2, 2, "SGD", 1, overlap="zero1", rows=6, accumulation=3, check_every=4),
+    Case("pipedream", 4, microbatches=1, clip=0.003, by_value=True, synchronous=5),
     Case("pipedream_2bw", 2, 2, "SGD", 2, overlap="none", clip=0.02, accumulation=2),
 ]
 
 
-@pytest.mark.parametrize("case", EVERY_DAY, ids=str)
+@pytest.mark.parametrize(
+    "case", [*EVERY_DAY, *(pytest.param(case, marks=pytest.mark.full) for case in SELDOM)], ids=str
+)
 def test_twenty_updates_are_those_of_one_process_with_late_gradients(case, ranks):
     found = compare(case, ranks)
     if case.accumulation == 1:  # else no four batches of an update each are without a drain
