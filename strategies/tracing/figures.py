@@ -28,8 +28,12 @@ from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import measured
 
 MOST_MADE_UP = 2_000_000_000  # bytes
-# Parts of the names of attributes that number a layer and decide nothing else.
-_NUMBERS = ("idx", "index", "layer_id", "name")
+# Attributes that number a layer and decide nothing else.
+_NUMBERS = {
+    "idx", "index", "layer_idx", "layer_id", "layer_index", "layer_number", "block_idx",
+    "block_index", "name", "layer_name",
+}  # fmt: skip
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Slot:
@@ -413,10 +417,9 @@ def structure(module: nn.Module) -> Hashable:
     found = []
     for name, child in module.named_modules():
         settings = tuple(
-            (key, value)
+            (key, _setting(value))
             for key, value in sorted(vars(child).items())
-            if isinstance(value, bool | int | float | str | type(None))
-            and not any(part in key for part in _NUMBERS)
+            if key not in _NUMBERS and (key == "training" or key not in _OF_EVERY_MODULE)
         )
         held = tuple(
             (key, tuple(t.shape), str(t.dtype), t.requires_grad)
@@ -426,6 +429,19 @@ def structure(module: nn.Module) -> Hashable:
         )
         found.append((name, type(child), settings, held))
     return tuple(found)
+
+
+def _setting(value: Any) -> Hashable:
+    """Equal for equal values of plain types, and for one object that layers share."""
+    if isinstance(value, bool | int | float | str | type(None)):
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_setting, value))
+    if isinstance(value, dict):
+        return dict, tuple((_setting(key), _setting(each)) for key, each in value.items())
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    return id(value)
 
 
 def described(value: Any) -> Hashable:

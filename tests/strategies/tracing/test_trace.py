@@ -18,9 +18,11 @@ from strategies.costs.trace_file import dump_trace, parse_trace
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount, formula_of
 from strategies.models.replay.gate import call_step
+from strategies.models.replay.hole import Spec
 from strategies.models.replay.replay_model import ReplayModel
 from strategies.planner.cut import Tensor, UnitGraph, handed_on, skips
 from strategies.runtime.step.microbatch import count_rows
+from strategies.tracing.figures import Slot, Tracer
 from strategies.tracing.trace import empty_weights, trace_model
 from tests.strategies.models.replay.parity import chosen_cuts, stage_ranges
 from tests.strategies.models.replay.zoo import build
@@ -279,6 +281,37 @@ def test_a_layer_that_cannot_be_traced_is_named_with_its_operation():
     # A replayed step meets it while it is probed.
     with pytest.raises(ModelError, match=r"test_trace\.py:\d+: .*item"):
         trace_model(Step(Looking(8, 8)), [(4, torch.zeros(4, 8))])
+
+
+class Windowed(nn.Module):
+    """Its layers differ by what an attribute of a container or a function says."""
+
+    def __init__(self, window: dict[str, int], by: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.window, self.by = window, by
+
+    def forward(self, x):
+        return self.by(x[:, : self.window["size"]] @ self.weight[: self.window["size"]])
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)),
+        (nn.Conv2d(8, 8, 3, padding=2), nn.Conv2d(8, 8, 3, padding=2, dilation=2)),
+        (Windowed({"size": 8}, torch.tanh), Windowed({"size": 4}, torch.tanh)),
+        (Windowed({"size": 8}, torch.tanh), Windowed({"size": 8}, torch.matrix_exp)),
+    ],
+    ids=["stride", "dilation", "window", "function"],
+)
+def test_layers_of_one_type_with_other_settings_are_traced_each(pair):
+    of_images = isinstance(pair[0], nn.Conv2d)
+    rows = (Slot(Spec.of(torch.zeros((2, 8, 8, 8) if of_images else (8, 8))), 0),)
+    together = Tracer()
+    one, other = (together.layer("", layer, rows, {}) for layer in pair)
+    assert one != other
+    assert [one, other] == [Tracer().layer("", layer, rows, {}) for layer in pair]
 
 
 def test_figures_are_lines_in_the_rows():
