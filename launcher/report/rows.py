@@ -188,7 +188,7 @@ def held_over_time(timeline: Timeline, rank: int) -> Curve:
         taken, freed = holding.taken(event.instruction), holding.freed(event.instruction)
         changes += [(event.start, taken)] if taken else []
         changes += [(event.end, -freed)] if freed else []
-    held = holding.carried(rank)
+    held = 0.0
     points = [(timeline.origin_time, held * share)]
     # At one moment, what ends is freed before what begins is kept: the order of the list.
     for time, change in sorted(changes):

@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple, TypeVar
 
 from strategies.costs.table import CostTable, StageMemory
-from strategies.ir.instruction import Instruction, forward
+from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Amounts, Kind, Purpose
 from strategies.ir.program import Program, recomputed_pairs
 from strategies.ir.versions import gradient_sums, weight_versions
@@ -92,12 +92,6 @@ class Holding:
         }
         self._takes, self._frees = _tables(program, sizes, sizes)
 
-    def carried(self, rank: int) -> float:
-        """What a rank holds before its first instruction."""
-        rank_of = self._program.placement.rank_of
-        pairs = self._program.entry.in_flight
-        return sum(self.taken(forward(*pair)) for pair in pairs if rank_of(*pair) == rank)
-
     def taken(self, item: Instruction) -> float:
         return self._sum(self._takes, item)
 
@@ -108,7 +102,7 @@ class Holding:
         return max(self._over_time(rank))
 
     def _over_time(self, rank: int) -> Iterator[float]:
-        held = self.carried(rank)
+        held = 0.0
         yield held
         for item in self._program.ranks[rank]:
             held += self.taken(item)
@@ -314,11 +308,6 @@ class _Walk:
         # Results: of forwards with a graph, messages handed over on this rank included.
         inputs = activations = rebuilt = results = 0
         links: dict[tuple[int, int], int] = {}  # (boundary, direction) -> latest message
-        for pair in self._program.entry.in_flight:
-            if self._program.placement.rank_of(*pair) == rank:
-                more = takes[Kind.F, pair in again][pair[0]]
-                inputs, activations = inputs + more[0], activations + more[1]
-                rebuilt, results = rebuilt + more[2], results + more[3]
         received, temporaries, sent = self._received(row), self._temporaries, 0
         for place, item in enumerate(row):
             kind = item.kind

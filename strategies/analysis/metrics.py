@@ -127,7 +127,7 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
             sum(item.kind is Kind.SEND for row in program.ranks for item in row) / batches
         ),
         weight_copies=program.placement.weight_copies,
-        synchronous=not program.exit.in_flight and program.per_update is None,
+        synchronous=program.per_update is None,
         weight_versions=weight_versions(program),
         gradient_sums=gradient_sums(program),
         staleness=staleness(program),

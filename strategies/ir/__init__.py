@@ -2,7 +2,7 @@
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
-from strategies.ir.program import Boundary, LoopState, Placement, Program
+from strategies.ir.program import Boundary, Placement, Program
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.ir.verify import verify
 
@@ -10,7 +10,6 @@ __all__ = [
     "Boundary",
     "Instruction",
     "Kind",
-    "LoopState",
     "Placement",
     "Program",
     "format_instruction",

@@ -124,7 +124,6 @@ class _Resolver:
         for boundary in program.boundaries:
             self._sources.setdefault(boundary.target, []).append(boundary.source)
             self._targets.setdefault(boundary.source, []).append(boundary.target)
-        self._carried = frozenset(program.entry.in_flight)
 
     def needs(self, node: int) -> tuple[int, ...]:
         item = self._nodes[node]
@@ -150,9 +149,6 @@ class _Resolver:
             found.append(self._losses[stage])
         if kind is Kind.F:
             assert microbatch is not None
-            if (stage, microbatch) in self._carried:
-                # The forward of the iteration before is still alive until its gradient has run.
-                found.append(self._producer(item, Kind.B, stage, microbatch))
             place = (self._rank[node], stage, item.version)
             if place in self._gathers and self._first[place] == node:
                 # Later forwards of the rank follow this one in its list.
@@ -180,15 +176,10 @@ class _Resolver:
         """The first of these kinds that the instruction's own pair has."""
         stage, microbatch = item.stage, item.microbatch
         assert microbatch is not None
-        carried = Kind.F in reads and (stage, microbatch) in self._carried
         for maker in reads:
-            # The F of a pair that is carried over belongs to the iteration that follows.
-            if not (carried and maker is Kind.F):
-                number = self._made.get((maker, stage, microbatch))
-                if number is not None:
-                    return [number]
-        if carried:
-            return []
+            number = self._made.get((maker, stage, microbatch))
+            if number is not None:
+                return [number]
         raise _missing(item, f"{stage}{reads[-1].value}{microbatch}")
 
     def partner(self, node: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -134,19 +134,6 @@ class Boundary:
     tensors: tuple[str, ...] = ("hidden",)
 
 
-@dataclass(frozen=True, slots=True)
-class LoopState:
-    """What is alive between two iterations of a program; empty for synchronous schedules.
-
-    Attributes:
-        in_flight: (stage, microbatch) pairs whose forward ran in the iteration before.
-        versions: Weight versions alive per stage; () means one.
-    """
-
-    in_flight: tuple[tuple[int, int], ...] = ()
-    versions: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class Program:
     """One iteration on every rank.
@@ -158,8 +145,6 @@ class Program:
         boundaries: The stage graph; default: each stage to the next.
         role: ``train`` (all), ``accumulate`` (no REDUCE, no STEP) or ``forward`` (F only).
         lowered: Whether SEND and RECV stand in the lists.
-        entry: What is alive before the first instruction.
-        exit: What is alive after the last one.
         per_update: Microbatches per update of the weights, where a program has several: update u
             takes the gradients of microbatches u * per_update and on, and makes version u + 1.
             None where all of them make one update, at the end.
@@ -177,8 +162,6 @@ class Program:
     boundaries: tuple[Boundary, ...]
     role: Role = "train"
     lowered: bool = False
-    entry: LoopState = field(default_factory=LoopState)
-    exit: LoopState = field(default_factory=LoopState)
     per_update: int | None = None
     per_batch: int | None = None
     feeds_back: bool = False

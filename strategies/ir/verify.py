@@ -169,7 +169,6 @@ def _check_complete(program: Program) -> None:
         for item in whole.parts
         if item.kind in MICROBATCH_KINDS
     }
-    entry, leaving = frozenset(program.entry.in_flight), frozenset(program.exit.in_flight)
     for stage in range(program.placement.num_stages):
         for microbatch in range(program.num_microbatches):
             here = (stage, microbatch)
@@ -179,13 +178,9 @@ def _check_complete(program: Program) -> None:
             if program.role == "forward":
                 right = kinds == {Kind.F}
             else:
-                whole = gradient in ({Kind.B}, {Kind.I, Kind.W})
-                alive = (here in entry) + (Kind.F in kinds) - whole
-                right = bool(kinds) and (whole or not gradient) and alive == (here in leaving)
+                right = Kind.F in kinds and gradient in ({Kind.B}, {Kind.I, Kind.W})
             if not right:
                 have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
-                have += ", is in flight at the entry" if here in entry else ""
-                have += ", is in flight at the exit" if here in leaving else ""
                 raise ProgramError(
                     f"{program.schedule}: stage {stage}, microbatch {microbatch} has {have}, "
                     f"a {program.role} program needs {wanted}."
@@ -311,9 +306,8 @@ def _check_recompute(program: Program) -> None:
     pairs = recomputed_pairs(program)
     if not pairs:
         return
-    carried = frozenset(program.entry.in_flight)
     for rank, row in enumerate(program.ranks):
-        made: set[tuple[int, int | None]] = set(carried)
+        made: set[tuple[int, int | None]] = set()
         rebuilt: set[tuple[int, int | None]] = set()
         for item in row:
             for part in item.parts:

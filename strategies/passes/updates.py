@@ -14,7 +14,7 @@ from dataclasses import replace
 from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction, exchanges, overlap
 from strategies.ir.kinds import UPDATE_KINDS, Kind
-from strategies.ir.program import LoopState, Program, last_gradients
+from strategies.ir.program import Program, last_gradients
 
 
 def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
@@ -127,7 +127,7 @@ def forward_only(program: Program) -> Program:
         tuple(part for item in row for part in item.parts if part.kind in (Kind.F, Kind.LOSS))
         for row in program.ranks
     )
-    return replace(program, ranks=rows, role="forward", entry=LoopState(), exit=LoopState())
+    return replace(program, ranks=rows, role="forward")
 
 
 def first_microbatches(program: Program, count: int) -> Program:

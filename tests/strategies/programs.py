@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies.costs.table import CostTable
 from strategies.costs.uniform import count_buckets
 from strategies.errors import PlanError, ProgramError
-from strategies.ir import LoopState, Placement, Program, verify
+from strategies.ir import Placement, Program, verify
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Boundary, Role, chain, loop
 from strategies.ir.text import parse_rows
@@ -43,8 +43,6 @@ def written(
     boundaries: tuple[Boundary, ...] | None = None,
     role: Role = "train",
     lowered: bool = False,
-    entry: Sequence[tuple[int, int]] = (),
-    leaving: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """A program from one line per rank; nothing is verified."""
     rows = parse_rows("\n".join(lines(text)))
@@ -58,8 +56,6 @@ def written(
         boundaries=chain(placement.num_stages) if boundaries is None else boundaries,
         role=role,
         lowered=lowered,
-        entry=LoopState(in_flight=tuple(entry)),
-        exit=LoopState(in_flight=tuple(leaving)),
     )
 
 

@@ -192,7 +192,7 @@ def _number(value: object) -> str:
 
 def program_print(program: Program) -> str:
     """Order, messages, tags and buckets of all ranks' lists."""
-    places = f"{program.schedule} {program.placement} {program.boundaries} {program.entry}"
+    places = f"{program.schedule} {program.placement} {program.boundaries}"
     return _hash(f"{places}\n{program.role}\n{format_rows(program.ranks)}")
 
 

@@ -76,7 +76,7 @@ class _Filler:
             if item.kind is Kind.W
         }
         self._pending: list[deque[int]] = [deque() for _ in spans]
-        self._held = [pairs.carried(rank) for rank in range(len(spans))]
+        self._held = [0.0] * len(spans)
         self._takes = list(map(pairs.taken, graph.nodes))
         self._frees = list(map(pairs.freed, graph.nodes))
         self._free = [0.0] * len(spans)

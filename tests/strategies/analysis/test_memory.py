@@ -67,15 +67,6 @@ def test_forwards_alone_keep_nothing():
     assert peaks("0F0 0F1 0F2", num_microbatches=3, role="forward") == (1,)
 
 
-def test_what_is_in_flight_at_the_entry_counts_on_its_own_rank():
-    text = """
-        0B0
-        1B0 1F1 1B1
-    """
-    found = peaks(text, num_microbatches=2, entry=[(0, 0), (1, 0), (0, 1)])
-    assert found == (2, 1)
-
-
 def test_bytes_are_state_and_activations_of_the_worst_moment():
     text = """
         0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
@@ -151,12 +142,6 @@ def test_bytes_of_recomputed_forwards_follow_their_inputs():
     costs = uneven(program, [1], activation_bytes=(1000,), state_bytes=(50,))
     table = replace(costs.table(program), stage_input=(0.1,))
     assert peak_bytes(program, table) == (50 + 1100,)
-
-
-def test_a_pair_in_flight_that_is_recomputed_holds_its_input():
-    program = written("0R0 0B0 0F0", num_microbatches=1, entry=[(0, 0)], leaving=[(0, 0)])
-    table = UniformCosts(stage_input=0.5).table(program)
-    assert peak_activations(program, table) == (1.0,)
 
 
 # ------------------------------------------------------------------------------------ memory model

@@ -106,19 +106,6 @@ def test_two_weight_copies_are_reported():
     assert found.peak_activations == (2, 2)
 
 
-def test_a_program_with_microbatches_in_flight_is_not_synchronous():
-    program = written(
-        "0B1 0F0 0B0 0F1 0STEP",
-        num_microbatches=2,
-        lowered=True,
-        entry=[(0, 1)],
-        leaving=[(0, 1)],
-    )
-    found = figures(verify(program), UniformCosts())
-    assert not found.synchronous
-    assert found.peak_activations == (1,)
-
-
 def test_bytes_come_from_the_costs():
     program = compile_program(schedule="1f1b", pp=2, num_microbatches=4)
     costs = uneven(

@@ -417,8 +417,3 @@ def test_a_fused_pair_reads_what_was_rebuilt_before_it():
     assert verify(written("0F0 0R0 (0F1;0B0)OVERLAP_F_B 0B1", num_microbatches=2))
     late = written("0F0 (0F1;0B0)OVERLAP_F_B 0R0 0B1", num_microbatches=2)
     assert "0B0 on rank 0 stands before 0R0" in refusal(late)
-
-
-def test_a_pair_in_flight_may_be_recomputed_without_a_forward_before_it():
-    program = written("0R0 0B0 0F0", num_microbatches=1, entry=[(0, 0)], leaving=[(0, 0)])
-    assert verify(program)

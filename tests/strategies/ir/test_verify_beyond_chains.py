@@ -1,9 +1,5 @@
 """Programs with two weight copies, with microbatches in flight between steps, with skips."""
 
-from dataclasses import replace
-
-import pytest
-
 from strategies.analysis.memory import peak_activations
 from strategies.ir import verify
 from strategies.ir.program import Boundary, bidirectional
@@ -52,40 +48,6 @@ def test_both_owners_step():
     first, second = lines(TWO_COPIES)
     message = refusal(two_copies(f"{first}\n{second.replace('0STEP', '')}"))
     assert message == "written: rank 1 steps stages [1], but owns [0, 1]."
-
-
-def test_a_microbatch_in_flight_at_the_exit_needs_no_gradient():
-    assert verify(written("0F0 0B0 0F1", num_microbatches=2, leaving=[(0, 1)]))
-
-
-def test_a_microbatch_in_flight_at_the_entry_needs_no_forward():
-    program = verify(written("0B1 0F0 0B0", num_microbatches=2, entry=[(0, 1)]))
-    assert peak_activations(program) == (1,)
-
-
-def test_a_loop_body_ends_what_the_iteration_before_began():
-    """The backward belongs to the old forward, and the new forward follows it."""
-    state = {"entry": [(0, 1)], "leaving": [(0, 1)]}
-    assert verify(written("0B1 0F0 0B0 0F1", num_microbatches=2, **state))
-    message = refusal(written("0F1 0B1 0F0 0B0", num_microbatches=2, **state))
-    assert message.splitlines()[1] == "rank 0 | [0F1] 0B1 0F0 0B0  <-- waits for step 0B1"
-
-
-@pytest.mark.parametrize(
-    ("text", "state", "have"),
-    [
-        ("0F0 0B0", {"leaving": [(0, 0)]}, "B F, is in flight at the exit,"),
-        ("0F0 0B0", {"entry": [(0, 0)]}, "B F, is in flight at the entry,"),
-        ("0F0", {"entry": [(0, 0)], "leaving": [(0, 0)]}, "F, is in flight at the entry, is"),
-        ("0B0", {"leaving": [(0, 0)]}, "B, is in flight at the exit,"),
-        ("", {"entry": [(0, 0)], "leaving": [(0, 0)]}, "nothing, is in flight at the entry, is"),
-    ],
-)
-def test_what_enters_and_is_made_must_be_what_ends_and_leaves(text, state, have):
-    program = replace(written("0F0 0B0", num_microbatches=1, **state))
-    row = tuple(item for item in program.ranks[0] if str(item) in text.split())
-    message = refusal(program.with_ranks((row,)))
-    assert message.startswith(f"written: stage 0, microbatch 0 has {have}")
 
 
 def test_a_skip_connection_is_one_more_message():

@@ -145,25 +145,6 @@ def test_two_weight_copies():
     )
 
 
-def test_what_is_in_flight_at_the_entry_counts_as_held():
-    program = written(
-        """
-        0B1 0F0 0B0 0F1
-        1B1 1F0 1B0 1F1
-        """,
-        num_microbatches=2,
-        entry=[(0, 1), (1, 1)],
-        leaving=[(0, 1), (1, 1)],
-    )
-    assert peak_activations(program) == (1, 1)
-    assert split(program) == lines(
-        """
-        0I1 0W1 0F0 0I0 0W0 0F1
-        1I1 1W1 1F0 1I0 1W0 1F1
-        """
-    )
-
-
 @pytest.mark.parametrize("word", ["0REDUCE0", "0STEP"])
 def test_updates_come_later(word):
     program = written(f"0F0 0B0 {word}", num_microbatches=1)

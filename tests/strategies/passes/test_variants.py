@@ -1,4 +1,4 @@
-from strategies.ir import LoopState, verify
+from strategies.ir import verify
 from strategies.passes.updates import accumulate_only, forward_only
 from tests.strategies.programs import lines, texts, written
 
@@ -33,10 +33,3 @@ def test_the_training_program_stays_as_it_was():
     accumulate_only(TRAIN)
     forward_only(TRAIN)
     assert (texts(TRAIN), TRAIN.role) == (before, "train")
-
-
-def test_nothing_is_in_flight_around_a_forward_program():
-    carried = written("0B1 0F0 0B0 0F1", num_microbatches=2, entry=[(0, 1)], leaving=[(0, 1)])
-    program = verify(forward_only(carried))
-    assert texts(program) == ["0F0 0F1"]
-    assert program.entry == program.exit == LoopState()
