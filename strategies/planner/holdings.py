@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import add, le, sub
+from operator import add, le
 
 from strategies.analysis.memory import (
     RECEIVED_AHEAD,
@@ -79,35 +79,6 @@ def build_holdings(plan: Plan, program: Program | None = None) -> Holdings:
     program = lists_of(shortened(plan)) if program is None else program
     stages = tuple(map(program.placement.stages_of, range(len(program.ranks))))
     return Holdings(stages, tuple(map(_moments, program.ranks, stages)))
-
-
-def known_holdings(plan: Plan) -> Holdings | None:
-    """Of a schedule that says what its ranks hold; at the moments at which they hold most."""
-    schedule, policy = find_schedule(plan.schedule), plan.recompute
-    if schedule.held is None or plan.split_backward or policy.policy not in _KNOWN:
-        return None
-    shape = schedule.resolve(
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        group=plan.group,
-    )
-    place, found = schedule.place(shape), []
-    stages = tuple(map(place.stages_of, range(plan.pp)))
-    for rank, own in enumerate(stages):
-        moments: dict[tuple[int, ...], None] = {}
-        for counts, chunk in schedule.held(shape, rank):
-            full = results = counts
-            if policy.rewrites:
-                # Run again: all as inputs of their stage, but the one whose backward comes next.
-                full = results = tuple(int(at == chunk) for at in range(len(own)))
-            inputs = tuple(map(sub, counts, full)) if policy.rewrites else (0,) * len(own)
-            moments[(*full, *inputs, *results)] = None
-        found.append(_at_each_stage(moments, own))
-    return Holdings(stages, tuple(found))
-
-
-_KNOWN = ("none", "selective", "full")
 
 
 def rank_bytes(holdings: Holdings, table: CostTable) -> tuple[int, ...]:

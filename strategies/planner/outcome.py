@@ -17,7 +17,6 @@ from strategies.planner.holdings import (
     Holdings,
     build_holdings,
     bytes_between,
-    known_holdings,
     rank_bytes,
     rank_memory,
     rebuilt_pairs,
@@ -216,10 +215,7 @@ class Evaluator:
         plan = shortened(plan_of(group, order))
         key = _key(group, order, plan)
         if key not in self.found.holdings:
-            known = known_holdings(plan)
-            self.found.holdings[key] = known or build_holdings(
-                plan, self._lists(group, order, plan)
-            )
+            self.found.holdings[key] = build_holdings(plan, self._lists(group, order, plan))
         return self.found.holdings[key]
 
     def outcome(self, group: Group, order: Order) -> Outcome:

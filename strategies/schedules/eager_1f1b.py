@@ -18,7 +18,7 @@ every microbatch; here each message has one more F and B of time to arrive, so u
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Held, Rows, Schedule, Shape, alternate
+from strategies.schedules.schedule import Rows, Schedule, Shape, alternate
 
 
 def order(shape: Shape) -> Rows:
@@ -34,9 +34,4 @@ def order(shape: Shape) -> Rows:
     )
 
 
-def held(shape: Shape, rank: int) -> Held:
-    """As many as its warm-up, and one more."""
-    return (((min(2 * (shape.pp - rank) - 1, shape.num_microbatches),), 0),)
-
-
-EAGER_1F1B = Schedule("eager_1f1b", order, repeats=True, held=held)
+EAGER_1F1B = Schedule("eager_1f1b", order, repeats=True)

@@ -21,8 +21,8 @@ Deviations: any M >= 1 (the reference wants P to divide M; see ``rounds.py``), P
 
 from __future__ import annotations
 
-from strategies.schedules.rounds import grouped_order, held_in_groups
-from strategies.schedules.schedule import Held, Rows, Schedule, Shape
+from strategies.schedules.rounds import grouped_order
+from strategies.schedules.schedule import Rows, Schedule, Shape
 
 
 def order(shape: Shape) -> Rows:
@@ -30,11 +30,4 @@ def order(shape: Shape) -> Rows:
     return grouped_order(shape, shape.pp, warm_all=shape.num_microbatches <= shape.pp)
 
 
-def held(shape: Shape, rank: int) -> Held:
-    warm_all = shape.num_microbatches <= shape.pp
-    return held_in_groups(shape, rank, shape.pp, warm_all=warm_all)
-
-
-FOLDX_FIFO = Schedule(
-    "foldx_fifo", order, stages_per_rank=2, virtual_stages=True, repeats=True, held=held
-)
+FOLDX_FIFO = Schedule("foldx_fifo", order, stages_per_rank=2, virtual_stages=True, repeats=True)

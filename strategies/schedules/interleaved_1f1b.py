@@ -20,8 +20,8 @@ than P; then no order with these stages is faster. Bubble: (P-1)(F+B)/V. Peak on
 
 from __future__ import annotations
 
-from strategies.schedules.rounds import grouped_order, held_in_groups
-from strategies.schedules.schedule import Held, Rows, Schedule, Shape
+from strategies.schedules.rounds import grouped_order
+from strategies.schedules.schedule import Rows, Schedule, Shape
 
 
 def order(shape: Shape) -> Rows:
@@ -29,11 +29,6 @@ def order(shape: Shape) -> Rows:
     return grouped_order(shape, shape.group or shape.pp)
 
 
-def held(shape: Shape, rank: int) -> Held:
-    return held_in_groups(shape, rank, shape.group or shape.pp)
-
-
 INTERLEAVED_1F1B = Schedule(
-    "interleaved_1f1b", order, stages_per_rank=2, virtual_stages=True, grouped=True, repeats=True,
-    held=held,
-)  # fmt: skip
+    "interleaved_1f1b", order, stages_per_rank=2, virtual_stages=True, grouped=True, repeats=True
+)

@@ -15,7 +15,7 @@ Bubble ratio: (P-1) / (M+P-1). Any M >= 1, also M < P.
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Held, Rows, Schedule, Shape, alternate
+from strategies.schedules.schedule import Rows, Schedule, Shape, alternate
 
 
 def order(shape: Shape) -> Rows:
@@ -31,9 +31,4 @@ def order(shape: Shape) -> Rows:
     )
 
 
-def held(shape: Shape, rank: int) -> Held:
-    """As many as its warm-up, and one more."""
-    return (((min(shape.pp - rank, shape.num_microbatches),), 0),)
-
-
-ONE_F_ONE_B = Schedule("1f1b", order, repeats=True, held=held)
+ONE_F_ONE_B = Schedule("1f1b", order, repeats=True)

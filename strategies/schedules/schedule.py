@@ -10,9 +10,6 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.program import Placement, bidirectional, loop, v
 
 Rows = tuple[tuple[Instruction, ...], ...]
-Held = tuple[tuple[tuple[int, ...], int], ...]
-"""Of one rank, in front of some backwards: how many microbatches each of its stages holds, and the
-place among them of the stage whose backward comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +123,6 @@ class Schedule:
         splits_backward: Whether ``order`` emits I and W (for all or some of the backwards).
         repeats: Whether, from a few rounds of P or N microbatches on, a list for more of them only
             repeats what is in the middle: what ranks hold at their worst moment stays the same.
-        held: What a rank holds at its worst moments, so that nothing takes more at any other; None
-            where only its list says.
         num_microbatches: M, where the order exists for one number only; None for any.
         usual: M where nobody says; None for 2 P.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
@@ -146,7 +141,6 @@ class Schedule:
     cost_aware: bool = False
     splits_backward: bool = False
     repeats: bool = False
-    held: Callable[[Shape, int], Held] | None = None
     num_microbatches: int | None = None
     usual: int | None = None
     rule: Callable[[Shape], None] | None = None
