@@ -20,7 +20,6 @@ from launcher.planning.question import Question, ask, calibration
 from launcher.planning.report import (
     ListedPlan,
     answer_mapping,
-    better_order,
     command_line,
     explained,
     list_plans,
@@ -248,11 +247,6 @@ def _say_end(
         f"{answer.num_candidates} candidates, {answer.num_simulated} simulated, "
         f"{answer.search_s:.2f} s"
     )
-    if config.planner.partition == "ilp" and isinstance(asked.shape, TracedShape):
-        ratio = config.planner.balance_ratio
-        note = better_order(asked.shape, first.outcome.candidate.units, balance_ratio=ratio)
-        if note is not None:
-            say(note)
     command = command_line(run_dir, first)
     say(f"plan 1: {command}")
     if first.compiled is None:

@@ -442,11 +442,6 @@ def _check_planner(config: LaunchConfig) -> None:
             f"planner.export={planner.export} writes what mode=plan has found, and mode="
             f"{config.mode} writes no plans. Try mode=plan."
         )
-    if planner.partition != "ilp" and planner.balance_ratio != PlannerConfig().balance_ratio:
-        raise PlanError(
-            f"planner.balance_ratio={planner.balance_ratio:g} belongs to planner.partition=ilp. "
-            f"Try planner.partition=ilp planner.balance_ratio={planner.balance_ratio:g}."
-        )
     if planner.explain and config.mode != "plan":
         raise PlanError(
             f"planner.explain={spell(planner.explain)} is an answer of mode=plan. Try mode=plan."

@@ -534,14 +534,10 @@ class PlannerConfig:
         "schedules, sizes and groups. Both simulate until a bound excludes the rest. Shardings: "
         "O3 is one integer program, O2 three levels, with the same result.",
     )
-    partition: Literal["dp", "ilp"] = key(
-        "dp",
-        "Who cuts the model into stages: dp = dynamic programming over the chain of units, ilp = "
-        "an integer program over their graph (needs scipy).",
-    )
-    balance_ratio: float = key(
-        1.08,
-        "ilp: the slowest stage may take that many times an equal share.",
+    balance_ratio: float | None = key(
+        None,
+        "Cuts send the least bytes as long as no stage takes more than that many times an equal "
+        "share; null: the slowest stage is as fast as it can be.",
         low=1,
         high=100,
     )

@@ -243,7 +243,6 @@ def _space(config: LaunchConfig, pinned: frozenset[str], shape: PlannedShape) ->
         units=_units(config, shape),
         split_backward=asked.split_backward,
         whole_backward=config.compile,
-        partition=config.planner.partition,
         balance_ratio=config.planner.balance_ratio,
         selective=not isinstance(shape, TracedShape) or shape.runs_again,
     )

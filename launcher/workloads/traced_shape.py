@@ -14,7 +14,7 @@ from strategies.costs.kernels import Work
 from strategies.costs.load import Load
 from strategies.costs.trace_file import TracedExperts, TracedModel, TracedUnit
 from strategies.errors import PlanError
-from strategies.planner.cut import Tensor, UnitGraph, handed_on
+from strategies.planner.cut import Tensor, handed_on
 
 if TYPE_CHECKING:
     from strategies.planner.shardings.unit_cuts import UnitCut
@@ -47,11 +47,6 @@ class TracedShape:
         """Of each layer that has some, or what divides those of all; 0 where ranks share none."""
         units = self.trace.units if self.trace.declared else ()
         return gcd(*(unit.experts.experts for unit in units if unit.experts is not None))
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every unit feeds only the next one."""
-        return all(t.consumers == (t.producer + 1,) for t in self.trace.tensors)
 
     def unit_specs(self) -> tuple[UnitSpec, ...]:
         loads = self.loads(1)
@@ -123,13 +118,12 @@ class TracedShape:
             )
         return self.cuts(tp, rows)
 
-    def graph(self, rows: int) -> UnitGraph:
+    def graph(self, rows: int) -> tuple[Tensor, ...]:
         """What goes from unit to unit, in elements."""
-        tensors = tuple(
+        return tuple(
             Tensor(t.producer, t.consumers, t.num_bytes.at(rows) / self.activation_bytes)
             for t in self.trace.tensors
         )
-        return UnitGraph((1.0,) * len(self.trace.units), tensors)
 
     def _load(self, number: int, unit: TracedUnit, rows: int, *, spread: bool) -> Load:
         experts = unit.experts if spread else None

@@ -9,8 +9,7 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
 from strategies.ir.program import Placement
 from strategies.plan import Overlap, Recompute
-from strategies.planner.cut import Room, UnitGraph, chain_graph, cut_chain, even_ranks
-from strategies.planner.ilp import cut_by_ilp
+from strategies.planner.cut import Room, cut_chain, even_ranks
 from strategies.planner.problem import Candidate, Layout, Order, PlannedCosts, Problem
 from strategies.planner.space import Space, orders
 from strategies.planner.step_bound import Rules, any_cut_bound, least_again, step_bound
@@ -293,18 +292,14 @@ def _fastest(
     single = replace(layout, microbatch_size=problem.least_size)
     times = _times(problem.unit_table(single, selective=selective))
     sent = [float(load.output_elements) for load in problem.units(single)]
-    if space.partition == "ilp":
-        graph = chain_graph(times, sent)
-        if problem.graph is not None:
-            graph = UnitGraph(tuple(times), problem.graph(1).tensors)
-        stages = cut_by_ilp(graph, len(owner), balance_ratio=space.balance_ratio, in_order=True)
-        return tuple(map(stages.count, range(len(owner))))
+    ratio = space.balance_ratio
     plain, key = problem.found.plain_cuts, (layout.tp, layout.ep, selective, len(owner))
     if key not in plain:
-        cut = cut_chain(times, len(owner), sent=None if problem.graph is None else sent)
+        alike = problem.graph is None and ratio is None
+        cut = cut_chain(times, len(owner), sent=None if alike else sent, balance_ratio=ratio or 0.0)
         assert cut is not None  # orders() lists no more stages than units
         plain[key] = cut
-    return even_ranks(plain[key], times, owner) if shared else plain[key]
+    return even_ranks(plain[key], times, owner) if shared and ratio is None else plain[key]
 
 
 def _times(table: CostTable) -> list[float]:

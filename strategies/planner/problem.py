@@ -17,7 +17,7 @@ from strategies.costs.profile_file import Profile, Seconds, SizeProfile
 from strategies.costs.table import CostTable, Transport
 from strategies.ir.program import Placement, Program, chain, loop
 from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
-from strategies.planner.cut import UnitGraph, handed_on
+from strategies.planner.cut import Tensor, handed_on
 
 if TYPE_CHECKING:
     from strategies.analysis.memory import RankMemory
@@ -111,7 +111,7 @@ class Problem:
     loads: Loads
     num_units: int
     refuse_tp: Callable[[int], str | None] = lambda tp: None
-    graph: Callable[[int], UnitGraph] | None = None
+    graph: Callable[[int], tuple[Tensor, ...]] | None = None
     measured: Measured | None = None
     num_experts: int = 0
     imbalance: float = 1.0

@@ -14,7 +14,6 @@ from strategies.planner.problem import Layout, Order, Problem
 from strategies.schedules import SCHEDULES, Schedule, find_schedule
 
 Level = Literal["O2", "O3"]
-Partition = Literal["dp", "ilp"]
 
 # O2 leaves out what others dominate, such as schedules with all activations.
 _COMMON = (
@@ -52,8 +51,8 @@ class Space:
         units: Units per stage, pinned.
         split_backward: Pinned: split the backwards of schedules that do not by themselves.
         whole_backward: Pinned: no schedule that splits backwards by itself.
-        partition: Who cuts: dynamic programming, or an integer program.
-        balance_ratio: What the latter allows the slowest stage, over an equal share.
+        balance_ratio: Cuts send the least bytes as long as no stage takes more than that many times
+            an equal share; None for the fastest slowest stage first.
         lean: Whether O2 looks at the schedules that are made for little memory.
         selective: Whether layers can recompute selectively.
         policies: What is tried where ``recompute`` is free; None for what the level has.
@@ -78,8 +77,7 @@ class Space:
     units: tuple[int, ...] | None = None
     split_backward: bool = False
     whole_backward: bool = False
-    partition: Partition = "dp"
-    balance_ratio: float = 1.08
+    balance_ratio: float | None = None
     lean: bool = False
     selective: bool = True
     policies: tuple[Recompute, ...] | None = None

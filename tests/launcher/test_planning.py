@@ -155,7 +155,6 @@ def test_batches_that_contradict_each_other_are_refused():
         (["planner.num_gpus=4"], "Try plan=auto, or mode=plan."),
         (["plan=auto", "mode=generate"], "mode=generate runs a checkpoint"),
         (["mode=plan", "planner.explain=[widht=3]"], "widht=3 fixes nothing that is planned"),
-        (["mode=plan", "planner.balance_ratio=1.2"], "belongs to planner.partition=ilp"),
         (["plan=auto", "planner.explain=[tp=2]"], "is an answer of mode=plan"),
         (
             ["schedule.units_per_stage=[14]", "schedule.layers_per_stage=[6]"],

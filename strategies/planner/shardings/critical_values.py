@@ -10,13 +10,13 @@ exact, so the whole is.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from strategies.errors import ModelError, PlanError
-from strategies.planner.ilp import load_scipy
+from strategies.errors import ModelError, PlanError, install_words
 from strategies.planner.shardings.network import Cone, Cones, serves
 from strategies.planner.shardings.operators import OperatorGraph
 from strategies.planner.shardings.prices import Prices
@@ -346,9 +346,7 @@ def _solve_ilp(
     Raises:
         PlanError: scipy is not installed, or a minute is not enough.
     """
-    optimize, sparse, numpy = load_scipy(
-        "this model's shardings need an integer program, which", "tensor_parallel_plan() by hand"
-    )
+    optimize, sparse, numpy = _scipy()
     first, count = [], 0
     for cone in cones:
         first.append(count)
@@ -432,3 +430,16 @@ class _Program:
             self.data.append(value)
         self.lows.append(low)
         self.highs.append(high)
+
+
+def _scipy() -> tuple[Any, Any, Any]:
+    """scipy.optimize, scipy.sparse and numpy, only where they are needed."""
+    try:
+        names = ("scipy.optimize", "scipy.sparse", "numpy")
+        optimize, sparse, numpy = map(importlib.import_module, names)
+    except ImportError as error:
+        raise PlanError(
+            "this model's shardings need an integer program, which needs scipy, which is not "
+            f"installed. Try {install_words('scipy')}, or tensor_parallel_plan() by hand."
+        ) from error
+    return optimize, sparse, numpy

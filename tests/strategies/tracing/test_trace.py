@@ -20,7 +20,7 @@ from strategies.models.flops import FlopCount, formula_of
 from strategies.models.replay.gate import call_step
 from strategies.models.replay.hole import Spec
 from strategies.models.replay.replay_model import ReplayModel
-from strategies.planner.cut import Tensor, UnitGraph, handed_on, skips
+from strategies.planner.cut import Tensor, handed_on, skips
 from strategies.runtime.step.microbatch import count_rows
 from strategies.tracing.figures import Slot, Tracer
 from strategies.tracing.trace import empty_weights, trace_model
@@ -178,17 +178,14 @@ def test_what_stages_hand_on_is_what_the_runtime_sends(name):
     module, batches = build(name)
     rows = count_rows(batches[0])
     trace = trace_model(module, [(rows, batches[0])])
-    graph = UnitGraph(
-        (1.0,) * len(trace.units),
-        tuple(Tensor(t.producer, t.consumers, t.num_bytes.at(rows)) for t in trace.tensors),
-    )
+    tensors = [Tensor(t.producer, t.consumers, t.num_bytes.at(rows)) for t in trace.tensors]
     model = ReplayModel.probe(module, batches[0])
     assert tuple(unit.name for unit in trace.units) == tuple(unit.name for unit in model.units)
     for cuts in chosen_cuts(len(model.units)):
         ranges = [r for r in stage_ranges(cuts, len(model.units)) if r]
         model.cut(ranges, range(len(ranges)))
         layout = model._layouts[model._first]
-        handed = handed_on(graph, tuple(map(len, ranges)))
+        handed = handed_on(tensors, tuple(map(len, ranges)))
         assert skips(handed) == model.skips
         for stage, (_, leave) in enumerate(layout.cuts[:-1]):
             sent = sum(boundary.spec.num_bytes for boundary in leave.tensors)
