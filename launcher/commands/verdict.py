@@ -6,7 +6,8 @@ torchtitan (.toml, .py) or NeMo AutoModel (.yaml), a script of Megatron-LM or it
 instructions and zero-bubble's printed orders do as well. Keys may follow: costs, as in
 ``costs=uniform costs.forward=2``, or hydra.run.dir=PATH for the files.
 
-Exit codes, for a CI: 0 it runs, 1 it does not (a repaired order is written), 2 it is no schedule.
+Exit codes, for a CI: 0 it runs, 1 it does not (with its messages elsewhere it is written, where
+that helps), 2 it is no schedule.
 """
 
 from __future__ import annotations
@@ -57,25 +58,30 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         grouped=theirs.grouped if asked.grouped == "auto" else asked.grouped,
         placement=theirs.file.placement,
     )
-    resolved = _simulated(config, opinion, run_dir, layers=theirs.layers)
+    can_run = opinion.runs or opinion.repaired is not None
+    resolved = _simulated(config, opinion, run_dir, layers=theirs.layers) if can_run else None
     if theirs.framework != "torch":
         say("\n  ".join([f"{theirs.framework}'s words:", *theirs.notes]))
         write_atomically(run_dir / _READ, theirs.file.text)
     say("\n".join(_judged(opinion)))
     if opinion.repaired is not None:
         write_atomically(run_dir / REPAIRED, notation(opinion.repaired.program))
-        say("\n".join(_repaired(opinion.repaired, run_dir / REPAIRED)))
+        say(_repaired(opinion.repaired, run_dir / REPAIRED))
+    known: dict[str, object] = {
+        "framework": theirs.framework,
+        "notes": list(theirs.notes),
+        "layers_per_stage": None if theirs.layers is None else list(theirs.layers),
+    }
+    if resolved is None:
+        write_result(run_dir / "result.json", {"mode": "check"} | _mapping(opinion, []) | known)
+        say(f"files: {run_dir}")
+        return _FAILED
     timeline, metrics = predict(resolved)
     write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     ours = alternatives(opinion.whole, resolved.costs)
     cost = _message_cost(opinion, resolved)
     result = predicted_mapping(resolved, metrics) | {"mode": "check"} | _mapping(opinion, ours)
-    result |= {
-        "framework": theirs.framework,
-        "notes": list(theirs.notes),
-        "message_cost": cost,
-        "layers_per_stage": None if theirs.layers is None else list(theirs.layers),
-    }
+    result |= known | {"message_cost": cost}
     write_result(run_dir / "result.json", result)
     say(draw(timeline, width=terminal_width()))
     print_summary(result)
@@ -162,13 +168,16 @@ def _judged(opinion: Opinion) -> list[str]:
         f"it does not run under {asked.semantics}:" if program.lowered else "it deadlocks:"
     )
     if asked.crossing is not None:
-        return [*lines, str(asked.crossing)]
-    lines += asked.grid.splitlines()
-    lines.append("the ring of those that wait for each other:")
-    shown = asked.cycle[:_CYCLE]
-    lines += [f"  {line}" for line in shown]
-    if len(shown) < len(asked.cycle):
-        lines.append(f"  ... and {len(asked.cycle) - len(shown)} more")
+        lines.append(str(asked.crossing))
+    else:
+        lines += asked.grid.splitlines()
+        lines.append("the ring of those that wait for each other:")
+        shown = asked.cycle[:_CYCLE]
+        lines += [f"  {line}" for line in shown]
+        if len(shown) < len(asked.cycle):
+            lines.append(f"  ... and {len(asked.cycle) - len(shown)} more")
+    if program.lowered and opinion.repaired is None:
+        lines.append("its computations wait for each other: no place of its messages helps")
     return lines
 
 
@@ -178,15 +187,10 @@ def _word(verdict: Verdict) -> str:
     return "messages cross" if verdict.crossing is not None else "deadlocks"
 
 
-def _repaired(found: Repair, path: Path) -> list[str]:
-    if found.anew:
-        what = f"all messages placed anew, {found.moved} of them elsewhere"
-    else:
-        count = len(found.moves)
-        what = f"{count} {'instruction' if count == 1 else 'instructions'} moved"
-    if found.ungrouped:
-        what += ", every message in a call of its own"
-    return [f"repaired: {what}, in {path}", *(f"  {move}" for move in found.moves)]
+def _repaired(found: Repair, path: Path) -> str:
+    places = "with messages placed by our lowering" if found.placed else "as it stands"
+    alone = ", with every message in a call of its own" if found.ungrouped else ""
+    return f"it runs {places}{alone}: {path}"
 
 
 def _compared(ours: Sequence[Ours], makespan: float) -> list[str]:
@@ -216,8 +220,7 @@ def _mapping(opinion: Opinion, ours: Sequence[Ours]) -> dict[str, object]:
         "verdicts": {verdict.semantics: _word(verdict) for verdict in opinion.verdicts},
         "cycle": list(opinion.asked.cycle),
         "crossing": None if opinion.asked.crossing is None else str(opinion.asked.crossing),
-        "repair": None if found is None else [str(move) for move in found.moves],
-        "repair_anew": None if found is None else found.anew,
+        "repair_placed": None if found is None else found.placed,
         "repair_ungrouped": None if found is None else found.ungrouped,
         "alternatives": [
             {

@@ -1,7 +1,6 @@
 """Whether an order that somebody else has written can run, and what would be better."""
 
 from strategies.referee.opinion import (
-    Move,
     Opinion,
     Ours,
     Repair,
@@ -24,7 +23,6 @@ __all__ = [
     "SEMANTICS",
     "Crossing",
     "Grouped",
-    "Move",
     "Opinion",
     "Ours",
     "Repair",

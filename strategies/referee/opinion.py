@@ -1,4 +1,4 @@
-"""What is to be said of somebody's order: whether it runs, what would repair it, what is better.
+"""What there is to say of an order: whether it runs, with which messages it would, what is better.
 
     from strategies.referee import examine
 
@@ -19,10 +19,9 @@ from difflib import SequenceMatcher
 from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan, resolve_shape
 from strategies.costs.table import Costs
-from strategies.errors import DeadlockError, PlanError
-from strategies.ir.graph import build_needs
+from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import MESSAGE_KINDS, Kind
+from strategies.ir.kinds import MESSAGE_KINDS
 from strategies.ir.program import Program
 from strategies.lowering.send_recv import add_messages
 from strategies.plan import Plan, ScheduleFile
@@ -32,180 +31,38 @@ from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import NAME, read_order
 from strategies.simulator.engine import simulate
 
-# --------------------------------------------------------------------------------------------------
-# The smallest change after which an order can run, found by moving what is in the way.
-#
-# An order that stands still has a ring of instructions that wait for each other; one whose messages
-# cross has two that changed places. Only what stands in the ring, or at the other end of it, needs
-# to move, so every legal place of those is tried, nearest first (a SEND stays behind what makes its
-# value, a RECV before what uses it). Where one move is not enough the one that lets the order get
-# furthest is kept and the search goes on. Orders whose computations wait for each other get those
-# moved first; messages that no move sets right are placed anew, by the rule of our own lowering.
-
-_MOST_MOVES = 24
-_FURTHEST = 24  # places that a message is tried at, to either side
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """An instruction that stands elsewhere now; places count from 0 in the rank's list."""
-
-    rank: int
-    item: Instruction
-    before: int
-    after: int
-
-    def __str__(self) -> str:
-        places = abs(self.after - self.before)
-        way = "later" if self.after > self.before else "earlier"
-        return (
-            f"rank {self.rank}: {self.item} {places} {'place' if places == 1 else 'places'} {way}"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """An order that runs, and how it differs.
+    """An order that runs: the same computations.
 
     Attributes:
         program: The repaired order.
-        moves: What was moved, one after the other; empty where all messages were placed anew.
-        anew: Whether they were.
-        moved: How many instructions stand elsewhere among the others of their rank.
         ungrouped: Whether it runs only with every message in a call of its own.
+        placed: Whether all messages stand where our lowering has them.
     """
 
     program: Program
-    moves: tuple[Move, ...]
-    anew: bool
-    moved: int
-    ungrouped: bool = False
+    ungrouped: bool
+    placed: bool
 
 
-def repair(program: Program, semantics: Semantics, *, grouped: Grouped = False) -> Repair:
-    """The nearest order that runs under ``semantics``, for one that does not.
+def repair(program: Program, semantics: Semantics, *, grouped: Grouped = False) -> Repair | None:
+    """An order that runs under ``semantics``, for one that does not; None where none can.
 
-    Raises:
-        ProgramError: An instruction uses what nobody makes: no order helps.
+    Then computations wait for each other, or an instruction uses what nobody makes.
     """
-    moves: list[Move] = []
-    fixed = _computes(program, moves)
-    verdict = judge(fixed, semantics, grouped=grouped)
-    while not verdict.runs and len(moves) < _MOST_MOVES:
-        found = _best_move(fixed, verdict, grouped=grouped)
-        if found is None:
-            break
-        move, fixed, verdict = found
-        moves.append(move)
-    if verdict.runs:
-        return Repair(fixed, tuple(moves), anew=False, moved=_distance(program, fixed))
+    bare = replace(program, ranks=program.compute_rows(), lowered=False)
+    if not judge(bare, semantics).runs:
+        return None
     if grouped and judge(program, semantics).runs:
-        return Repair(program, (), anew=False, moved=0, ungrouped=True)
-    lowered = add_messages(_bare(fixed))
-    apart = bool(grouped) and not judge(lowered, semantics, grouped=grouped).runs
-    return Repair(lowered, (), anew=True, moved=_distance(program, lowered), ungrouped=apart)
-
-
-def _bare(program: Program) -> Program:
-    return replace(program, ranks=program.compute_rows(), lowered=False)
-
-
-def _computes(program: Program, moves: list[Move]) -> Program:
-    """The program with computations in an order that values allow, messages moved along."""
-    try:
-        _ = _bare(program).graph
-    except DeadlockError:
-        bare = _untangled(_bare(program), moves)
-        return add_messages(bare) if program.lowered else bare
-    return program
-
-
-def _untangled(bare: Program, moves: list[Move]) -> Program:
-    """Every rank keeps its order until all wait; then the first that could run goes first."""
-    graph = build_needs(bare)
-    rows = [list(range(*graph.offsets[rank : rank + 2])) for rank in range(len(bare.ranks))]
-    heads = [0] * len(rows)
-    done = bytearray(len(graph.nodes))
-
-    def ready(node: int) -> bool:
-        return all(done[need] for need in graph.needs[node])
-
-    while any(head < len(row) for head, row in zip(heads, rows, strict=True)):
-        going = True
-        while going:
-            going = False
-            for rank, row in enumerate(rows):
-                while heads[rank] < len(row) and ready(row[heads[rank]]):
-                    done[row[heads[rank]]] = 1
-                    heads[rank] += 1
-                    going = True
-        choices = [
-            (place - heads[rank], rank, place)
-            for rank, row in enumerate(rows)
-            for place in range(heads[rank], len(row))
-            if ready(row[place])
-        ]
-        if choices:
-            _, rank, place = min(choices)
-            node = rows[rank].pop(place)
-            rows[rank].insert(heads[rank], node)
-            moves.append(Move(rank, graph.nodes[node], place, heads[rank]))
-    return bare.with_ranks(tuple(tuple(graph.nodes[node] for node in row) for row in rows))
-
-
-def _best_move(
-    program: Program, verdict: Verdict, *, grouped: Grouped
-) -> tuple[Move, Program, Verdict] | None:
-    """The shortest move after which it runs; else that which gets furthest, if further than now."""
-    best: tuple[Move, Program, Verdict] | None = None
-    reached = _progress(verdict)
-    for move in sorted(_moves(program, verdict), key=lambda move: abs(move.after - move.before)):
-        row = list(program.ranks[move.rank])
-        row.insert(move.after, row.pop(move.before))
-        rows = (*program.ranks[: move.rank], tuple(row), *program.ranks[move.rank + 1 :])
-        moved = program.with_ranks(rows)
-        now = judge(moved, verdict.semantics, grouped=grouped)
-        if now.runs:
-            return move, moved, now
-        if _progress(now) > reached:
-            best, reached = (move, moved, now), _progress(now)
-    return best
-
-
-def _progress(verdict: Verdict) -> tuple[int, int]:
-    """How far an order gets: past its crossings first, then instruction by instruction."""
-    if verdict.crossing is not None:
-        return (0, verdict.crossing.number)
-    return (1, len(verdict.order))
-
-
-def _moves(program: Program, verdict: Verdict) -> Iterator[Move]:
-    """Every legal other place of the messages that are involved, or at their other ends."""
-    graph = build_needs(program)
-    nodes = {node for node in verdict.involved if graph.partner[node] >= 0}
-    for node in sorted(nodes | {graph.partner[node] for node in nodes}):
-        rank, item = graph.rank[node], graph.nodes[node]
-        start, end = graph.offsets[rank : rank + 2]
-        first, last = start, end - 1
-        if item.kind is Kind.SEND:
-            here = [need for need in graph.needs[node] if graph.rank[need] == rank]
-            first = max(here, default=start - 1) + 1
-        else:
-            users = (user for user in range(start, end) if node in graph.needs[user])
-            last = min(users, default=end) - 1
-        for place in range(max(first, node - _FURTHEST), min(last, node + _FURTHEST) + 1):
-            if place != node:
-                yield Move(rank, item, node - start, place - start)
-
-
-def _distance(before: Program, after: Program) -> int:
-    """How many instructions stand elsewhere among the others of their rank."""
-    moved = 0
-    for old, new in zip(before.ranks, after.ranks, strict=True):
-        names = [str(item) for item in old], [str(item) for item in new]
-        blocks = SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
-        moved += len(new) - sum(block.size for block in blocks)
-    return moved
+        return Repair(program, ungrouped=True, placed=False)
+    lowered = add_messages(bare)
+    return Repair(
+        lowered,
+        ungrouped=bool(grouped) and not judge(lowered, semantics, grouped=grouped).runs,
+        placed=True,
+    )
 
 
 def notation(program: Program) -> str:
@@ -221,7 +78,6 @@ def _cell(item: Instruction) -> str:
     return text.partition(">")[0].partition("<")[0] if item.kind in MESSAGE_KINDS else text
 
 
-# --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Opinion:
     """What became of an order.
@@ -230,7 +86,7 @@ class Opinion:
         program: As it was read; ``lowered`` if the file has messages.
         asked: The verdict that decides.
         verdicts: Those under every promise; only the first for an order without messages.
-        repaired: The nearest order that runs, where this one does not.
+        repaired: One that runs, where this one does not; None where its computations deadlock.
         grouped: Whether messages side by side go as one group.
     """
 
@@ -246,7 +102,7 @@ class Opinion:
 
     @property
     def whole(self) -> Program:
-        """The order that runs: the file's, or the repaired one."""
+        """The file's order, or the repaired one."""
         return self.program if self.repaired is None else self.repaired.program
 
     @property
@@ -298,8 +154,7 @@ def examine(
     program, _ = read_order(parse_cells(text, name=name), file, messages=True)
     if not program.lowered:
         verdict = judge(program, semantics)
-        fixed = None if verdict.runs else repair(program, semantics)
-        return Opinion(program, verdict, (verdict,), fixed)
+        return Opinion(program, verdict, (verdict,), None)
     verdicts = tuple(judge(program, each, grouped=grouped) for each in SEMANTICS)
     asked = verdicts[SEMANTICS.index(semantics)]
     fixed = None if asked.runs else repair(program, semantics, grouped=grouped)

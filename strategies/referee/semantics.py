@@ -21,14 +21,21 @@ side by side in a list, with no computation between them, may be one group, whos
 (``ncclGroupStart``); or *whole*: none of them before all can, as one kernel that holds them all, so
 that a group of two waits for both. Queues know no names: the third message that one rank sends to
 another is the third that this one receives from it, whatever either calls it.
+
+None of this has choices: an order runs under a promise if and only if its events can be sorted, and
+takes as long as the longest path through them. An event is an instruction, a message with both its
+ends (a buffered SEND and its RECV are two), or all groups that go as one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
 
 from strategies.costs.table import Costs
 from strategies.ir.graph import Graph, around, build_needs
@@ -40,9 +47,6 @@ Semantics = Literal["rendezvous", "buffered", "one_queue", "per_pair", "per_edge
 SEMANTICS: tuple[Semantics, ...] = get_args(Semantics)
 Grouped = bool | Literal["whole"]
 _QUEUED: tuple[Semantics, ...] = ("one_queue", "per_pair", "per_edge")
-
-# A rank's queue: its other end, where it has one for each, and whether it is the one for SENDs.
-_Queue = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +80,15 @@ class Verdict:
 
     Attributes:
         semantics: Under which promise.
-        order: Nodes in an order in which they end: all of them if it can run.
-        heads: Per rank, how many of its instructions it got past.
-        crossing: Messages that would bring another value than they are taken for.
         cycle: Instructions each of which waits for the next, the last for the first, in words.
-        involved: Nodes of the cycle, or of the crossing.
         grid: Where every rank stands, and what it waits for; "" if it can run.
+        crossing: Messages that would bring another value than they are taken for.
     """
 
     semantics: Semantics
-    order: tuple[int, ...]
-    heads: tuple[int, ...]
-    crossing: Crossing | None = None
     cycle: tuple[str, ...] = ()
-    involved: tuple[int, ...] = ()
     grid: str = ""
+    crossing: Crossing | None = None
 
     @property
     def runs(self) -> bool:
@@ -98,7 +96,7 @@ class Verdict:
 
 
 def judge(program: Program, semantics: Semantics, *, grouped: Grouped = False) -> Verdict:
-    """Walks a lowered program under one promise; compute-only programs need none of them.
+    """Whether a lowered program runs under one promise; compute-only programs need none of them.
 
     ``grouped``: whether messages side by side in a list go as one group; ``whole`` if no member
     goes before all can.
@@ -106,23 +104,20 @@ def judge(program: Program, semantics: Semantics, *, grouped: Grouped = False) -
     Raises:
         ProgramError: An instruction uses what nobody makes.
     """
-    walk = _Walk(program, build_needs(program), semantics, grouped=grouped)
-    if semantics in _QUEUED and (found := _crossing(walk.graph)) is not None:
-        heads = (0,) * len(program.ranks)
-        return Verdict(semantics, (), heads, crossing=found[0], involved=found[1])
-    walk.run()
-    heads = tuple(
-        head - start for head, start in zip(walk.head, walk.graph.offsets[:-1], strict=True)
-    )
-    if len(walk.order) == len(walk.graph.nodes):
-        return Verdict(semantics, tuple(walk.order), heads)
-    ring, words = walk.cycle()
-    reached = tuple(walk.order)
-    return Verdict(semantics, reached, heads, cycle=words, involved=ring, grid=walk.grid())
+    graph = build_needs(program)
+    if semantics in _QUEUED and (crossing := _crossing(graph)) is not None:
+        return Verdict(semantics, crossing=crossing)
+    events = _Events(graph, semantics, grouped)
+    try:
+        events.sorter().prepare()
+    except CycleError:
+        ended = events.ended()
+        return Verdict(semantics, events.ring(ended), events.grid(program, ended))
+    return Verdict(semantics)
 
 
-def _crossing(graph: Graph) -> tuple[Crossing, tuple[int, ...]] | None:
-    """The first message that its two ends number differently, and the nodes that tell of it."""
+def _crossing(graph: Graph) -> Crossing | None:
+    """The first message that its two ends number differently."""
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     received: dict[tuple[int, int], list[int]] = defaultdict(list)
     for node, other in enumerate(graph.partner):
@@ -137,9 +132,7 @@ def _crossing(graph: Graph) -> tuple[Crossing, tuple[int, ...]] | None:
         others = received[source, target]
         for number, (node, other) in enumerate(zip(nodes, others, strict=True)):
             if graph.partner[node] != other:
-                ends = graph.nodes[node], graph.nodes[other]
-                told = node, other, graph.partner[node], graph.partner[other]
-                return Crossing(source, target, number, *ends), told
+                return Crossing(source, target, number, graph.nodes[node], graph.nodes[other])
     return None
 
 
@@ -152,282 +145,241 @@ def time_messages(
     costs say. A queue's next group waits for the last of this one. What stands behind a pending
     RECV in one queue waits with it: this is what an order of messages costs beyond computations.
     """
-    walk = _Walk(program, build_needs(program), semantics, grouped=grouped)
-    walk.run()
-    graph = walk.graph
-    if len(walk.order) < len(graph.nodes):
+    events = _Events(build_needs(program), semantics, grouped)
+    try:
+        order = [*events.sorter().static_order()]
+    except CycleError:
         return None
-    table = costs.table(program)
+    graph, table = events.graph, costs.table(program)
     hops = {
         (b.source, b.target): hop for b, hop in zip(program.boundaries, table.hops, strict=True)
     }
-    holds = semantics in ("rendezvous", "buffered")
-    ends = [0.0] * len(graph.nodes)
-    free = [0.0] * len(program.ranks)
-    group_of = {
-        node: (queue, place)
-        for queue, groups in walk.queues.items()
-        for place, group in enumerate(groups)
-        for node in group
-    }
-    group_end: dict[tuple[_Queue, int], float] = defaultdict(float)
-
-    def turn(node: int) -> float:
-        """When a message's turn comes at its end."""
-        queue, place = group_of[node]
-        return group_end[queue, place - 1] if place else 0.0
-
-    for node in walk.order:
-        item, rank = graph.nodes[node], graph.rank[node]
-        if node in group_of and item.kind is Kind.RECV:
-            continue  # Timed with its SEND.
-        ready = max((ends[need] for need in graph.needs[node]), default=0.0)
-        if item.kind not in MESSAGE_KINDS:
+    took: dict[int, float] = defaultdict(float)
+    lag: dict[tuple[int, int], float] = {}  # (SEND, RECV) of buffered messages, each an event
+    for node, item in enumerate(graph.nodes):
+        if item.kind in MESSAGE_KINDS:
+            assert item.peer is not None
+            hop = hops[min(item.stage, item.peer), max(item.stage, item.peer)]
+            if semantics == "buffered":
+                lag[graph.partner[node], node] = hop if item.kind is Kind.RECV else 0.0
+            else:
+                took[events.of[node]] = max(took[events.of[node]], hop)
+        elif item.kind in MICROBATCH_KINDS:
             # Reductions have a channel of their own, and are none of the messages' business.
-            took = table.of(item) if item.kind in MICROBATCH_KINDS else 0.0
-            ends[node] = free[rank] = max(free[rank], ready) + took
-            continue
-        assert item.peer is not None
-        hop = hops[min(item.stage, item.peer), max(item.stage, item.peer)]
-        if semantics == "buffered":
-            if item.kind is Kind.SEND:
-                ends[node] = free[rank] = max(free[rank], ready)
-            else:
-                ends[node] = free[rank] = max(free[rank], ready + hop)
-            continue
-        other = graph.partner[node]
-        start = max(ready, turn(node), turn(other))
-        if holds:
-            start = max(start, free[rank], free[graph.rank[other]])
-        ends[node] = ends[other] = start + hop
-        for end in (node, other):
-            key = group_of[end]
-            group_end[key] = max(group_end[key], ends[end], turn(end))
-            if holds:
-                free[graph.rank[end]] = ends[end]
-    return max(ends, default=0.0)
+            took[events.of[node]] = table.of(item)
+    ends: dict[int, float] = {}
+    for event in order:
+        begins = [ends[before] + lag.get((before, event), 0.0) for before in events.before[event]]
+        ends[event] = max(begins, default=0.0) + took[event]
+    return max(ends.values(), default=0.0)
 
 
-@dataclass(eq=False)
-class _Walk:
-    """All ranks' lists and queues."""
+class _Edge(NamedTuple):
+    """A node that waits for another, and why."""
 
-    program: Program
-    graph: Graph
-    semantics: Semantics
-    grouped: Grouped
-    head: list[int] = field(init=False)
-    done: bytearray = field(init=False)
-    order: list[int] = field(default_factory=list)
+    node: int
+    waits_for: int
+    why: str
 
-    def __post_init__(self) -> None:
-        self.head = list(self.graph.offsets[:-1])
-        self.done = bytearray(len(self.graph.nodes))
-        self._waiting: dict[int, list[int]] = defaultdict(list)  # node -> ranks
-        self._sends: dict[int, list[int]] = defaultdict(list)  # node -> SENDs of what it makes
-        self.queues: dict[_Queue, list[list[int]]] = {}
-        self._working: dict[_Queue, int] = {}  # which group of the queue goes next
-        self._of: dict[int, _Queue] = {}
-        self._holds = self.semantics == "rendezvous"
-        if self.semantics != "buffered":
-            self._line_up()
 
-    def _line_up(self) -> None:
-        """Every message into the queue and group in which it will wait."""
-        last, run = -2, -1
-        for node, item in enumerate(self.graph.nodes):
-            if item.kind not in MESSAGE_KINDS:
-                continue
-            rank, other = self.graph.rank[node], self.graph.partner[node]
-            if node != last + 1 or node == self.graph.offsets[rank]:
-                run = node  # The first of those that stand side by side.
-            queue = self._queue(rank, self.graph.rank[other], sends=item.kind is Kind.SEND)
-            groups = self.queues.setdefault(queue, [])
-            if self.grouped and groups and groups[-1][0] >= run:
-                groups[-1].append(node)
-            else:
-                groups.append([node])
-            self._of[node] = queue
-            self._working[queue] = 0
-            last = node
-            if item.kind is Kind.SEND:
-                for need in self.graph.needs[node]:
-                    self._sends[need].append(node)
+class _Events:
+    """What happens at one moment, and what has to happen before.
 
-    def _queue(self, rank: int, peer: int, *, sends: bool) -> _Queue:
-        if self.semantics in ("one_queue", "rendezvous"):
-            return (rank, -1, False)
-        return (rank, peer, sends and self.semantics == "per_edge")
+    Attributes:
+        of: The event of each node: the first of its nodes.
+        before: Per event, those that end before it can, each with one edge that says why.
+    """
 
-    def run(self) -> None:
-        ready = list(range(len(self.program.ranks)))[::-1]
-        for groups in self.queues.values():
-            self._transfer(groups[0], ready)
-        while ready:
-            rank = ready.pop()
-            while self.head[rank] < self.graph.offsets[rank + 1] and self._passes(
-                self.head[rank], ready
-            ):
-                self.head[rank] += 1
+    def __init__(self, graph: Graph, semantics: Semantics, grouped: Grouped) -> None:
+        self.graph = graph
+        self._semantics = semantics
+        self._grouped = bool(grouped) and semantics != "buffered"
+        groups = [[*step] for rank in range(len(graph.offsets) - 1) for step in self._steps(rank)]
+        queues = self._queues(groups)
+        self._line = {node: queue for queue in queues for group in queue for node in group}
+        together = [group for queue in queues for group in queue] if grouped == "whole" else []
+        self.of = self._united(together)
+        self.before: dict[int, dict[int, _Edge]] = {event: {} for event in self.of}
+        self._add_needs()
+        for rank in range(len(graph.offsets) - 1):
+            self._add_list([*self._steps(rank)])
+        if semantics in _QUEUED:
+            for queue in queues:
+                self._add_line(queue, "queues behind")
 
-    def _passes(self, node: int, ready: list[int]) -> bool:
-        """Whether the rank gets past the head of its list; if not, it is asked again."""
-        item, rank = self.graph.nodes[node], self.graph.rank[node]
-        if self.done[node]:
-            return True
-        if node in self._of:
-            if not self._holds:
-                return True
-            self._transfer(self._working_group(node), ready)
-            if self.done[node]:
-                return True
-            self._waiting[node].append(rank)  # The other end comes by when it gets there.
-            return False
-        missing = self._missing(node)
-        if missing is None and item.kind is Kind.RECV and not self.done[self.graph.partner[node]]:
-            missing = self.graph.partner[node]
-        if missing is not None:
-            self._waiting[missing].append(rank)
-            return False
-        self._end(node, ready)
-        return True
+    def sorter(self) -> TopologicalSorter[int]:
+        return TopologicalSorter(self.before)
 
-    def _missing(self, node: int) -> int | None:
-        """The first need, beyond its other end, that has not ended."""
-        needs = self.graph.needs[node]
-        if self.graph.nodes[node].kind is Kind.RECV:
-            needs = needs[1:]  # The first is its SEND.
-        return next((need for need in needs if not self.done[need]), None)
+    def _steps(self, rank: int) -> Iterator[list[int]]:
+        """The rank's list, messages side by side as one step if they are grouped."""
+        step: list[int] = []
+        for node in range(*self.graph.offsets[rank : rank + 2]):
+            if step and not (self._grouped and self._is_message(step[-1], node)):
+                yield step
+                step = []
+            step.append(node)
+        if step:
+            yield step
 
-    def _end(self, node: int, ready: list[int]) -> None:
-        self.done[node] = 1
-        self.order.append(node)
-        ready.extend(self._waiting.pop(node, ()))
-        self._transfer(self._sends.get(node, ()), ready)
+    def _is_message(self, *nodes: int) -> bool:
+        return all(self.graph.partner[node] >= 0 for node in nodes)
 
-    def _working_group(self, node: int) -> list[int]:
-        queue = self._of[node]
-        return self.queues[queue][self._working[queue]]
-
-    def _can_go(self, node: int) -> bool:
-        group = self._working_group(node)
-        reached = not self._holds or self.head[self.graph.rank[node]] >= group[0]
-        return reached and node in group and self._missing(node) is None
-
-    def _transfer(self, nodes: Iterable[int], ready: list[int]) -> None:
-        """Lets these go, those behind them, and so on."""
-        tried = list(nodes)
-        while tried:
-            here = tried.pop()
-            other = self.graph.partner[here]
-            if self.done[here] or not (self._can_go(here) and self._can_go(other)):
-                continue
-            together = self._together(here)
-            if any(not self._can_go(node) for node in together):
-                continue
-            for node in together:
-                if self.graph.nodes[node].kind is not Kind.SEND:
-                    continue
-                for end in (node, self.graph.partner[node]):
-                    self.done[end] = 1
-                    self.order.append(end)
-                    ready.extend(self._waiting.pop(end, ()))
-            for end in together:
-                tried.extend(self._advance(self._of[end]))
-
-    def _together(self, node: int) -> list[int]:
-        """What goes at one moment: two ends, or whole groups with those that they face."""
-        if self.grouped != "whole":
-            return [node, self.graph.partner[node]]
-        found = dict.fromkeys(self._working_group(node))
-        left = list(found)
-        while left:
-            other = self.graph.partner[left.pop()]
-            new = [each for each in (other, *self._group_of(other)) if each not in found]
-            found |= dict.fromkeys(new)
-            left += new
-        return list(found)
-
-    def _group_of(self, node: int) -> list[int]:
-        """The group that is at work where a message waits, if it is one of it."""
-        group = self._working_group(node)
-        return group if node in group else []
-
-    def _advance(self, queue: _Queue) -> list[int]:
-        """The members of the next group, once all of this one have gone."""
-        groups = self.queues[queue]
-        place = self._working[queue]
-        if place + 1 == len(groups) or not all(self.done[node] for node in groups[place]):
+    def _queues(self, steps: Sequence[list[int]]) -> list[list[list[int]]]:
+        """Per queue its groups of messages, in order."""
+        queues: dict[tuple[int, int, bool], list[list[int]]] = {}
+        if self._semantics == "buffered":
             return []
-        self._working[queue] = place + 1
-        return groups[place + 1]
+        for step in steps:
+            if not self._is_message(*step):
+                continue
+            groups: dict[tuple[int, int, bool], list[int]] = {}
+            for node in step:
+                rank, peer = self.graph.rank[node], self.graph.rank[self.graph.partner[node]]
+                sends = self.graph.nodes[node].kind is Kind.SEND
+                queue = {
+                    "per_pair": (rank, peer, False),
+                    "per_edge": (rank, peer, sends),
+                }.get(self._semantics, (rank, -1, False))
+                groups.setdefault(queue, []).append(node)
+            for queue, group in groups.items():
+                queues.setdefault(queue, []).append(group)
+        return [*queues.values()]
+
+    def _united(self, together: Sequence[list[int]]) -> list[int]:
+        """Both ends of a message, and the groups that go as one, are one event."""
+        first = [*range(len(self.graph.nodes))]
+
+        def find(node: int) -> int:
+            while first[node] != node:
+                first[node] = first[first[node]]
+                node = first[node]
+            return node
+
+        ends = enumerate(self.graph.partner) if self._semantics != "buffered" else ()
+        pairs = [(node, other) for node, other in ends if other >= 0]
+        for one, other in (*pairs, *(pair for group in together for pair in pairwise(group))):
+            low, high = sorted((find(one), find(other)))
+            first[high] = low
+        return [find(node) for node in range(len(first))]
+
+    def _add(self, node: int, waits_for: int, why: str) -> None:
+        here, there = self.of[node], self.of[waits_for]
+        self.before[here].setdefault(there, _Edge(node, waits_for, why))
+
+    def _add_needs(self) -> None:
+        for node, needs in enumerate(self.graph.needs):
+            receives = self.graph.nodes[node].kind is Kind.RECV
+            for need in needs:
+                if not receives or need != self.graph.partner[node]:
+                    self._add(node, need, "needs")
+                elif self._semantics == "buffered":
+                    self._add(node, need, "waits for")
+
+    def _add_list(self, steps: Sequence[list[int]]) -> None:
+        """A host waits at each instruction, or at computations alone where messages are queued."""
+        if self._semantics in _QUEUED:
+            steps = [step for step in steps if not self._is_message(*step)]
+        self._add_line(steps, "stands behind")
+
+    def _add_line(self, groups: Sequence[list[int]], why: str) -> None:
+        for earlier, later in pairwise(groups):
+            for node in later:
+                for before in earlier:
+                    self._add(node, before, why)
 
     # ---------------------------------------------------------------------------- what went wrong
 
-    def cycle(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """The ring of those that wait for each other: nodes, and in words."""
+    def ended(self) -> set[int]:
+        """The events that come about before all stand still."""
+        sorter = self.sorter()
+        with suppress(CycleError):  # It goes on as far as it can.
+            sorter.prepare()
+        ended: set[int] = set()
+        while ready := sorter.get_ready():
+            ended.update(ready)
+            sorter.done(*ready)
+        return ended
+
+    def ring(self, ended: set[int]) -> tuple[str, ...]:
+        """Those that wait for each other: who for whom, and why."""
+        event = next(event for event in self.before if event not in ended)
         seen: dict[int, int] = {}
-        words: list[str] = []
-        ring: list[int] = []
-        node = next(node for node in range(len(self.done)) if not self.done[node])
-        while node not in seen:
-            seen[node] = len(words)
-            ring.append(node)
-            node, how = self._cause(node)
-            words.append(f"{how} {self.graph.nodes[node]}")
-        return tuple(ring[seen[node] :]), tuple(words[seen[node] :])
+        edges: list[_Edge] = []
+        while event not in seen:
+            seen[event] = len(edges)
+            edges.append(self._held_up(event, ended))
+            event = self.of[edges[-1].waits_for]
+        edges = edges[seen[event] :]
+        return tuple(map(self._words, (edges[-1], *edges), edges))
 
-    def _cause(self, node: int) -> tuple[int, str]:
-        """What a node that has not ended waits for, and how."""
-        item, rank = self.graph.nodes[node], self.graph.rank[node]
-        here = f"{item} on rank {rank}"
-        if node in self._of and not (self._holds and self.head[rank] < self._start(node)):
-            return self._message_cause(node, here)
-        if self.head[rank] != node:
-            return self.head[rank], f"{here} stands behind"
-        missing = self._missing(node)
-        if missing is not None:
-            return missing, f"{here} needs"
-        return self.graph.partner[node], f"{here} waits for"
+    def _held_up(self, event: int, ended: set[int]) -> _Edge:
+        """What an event waits for, and where that stands behind others, the first of them."""
+        edges = self.before[event]
+        left = next(there for there in (event, *edges) if there in edges and there not in ended)
+        node, before, why = edges[left]
+        first = [before]
+        if why == "stands behind":
+            first = self._stops(self.graph.rank[before], ended)
+        elif why == "queues behind":
+            line = (each for group in self._line[before] for each in group)
+            first = [each for each in line if self.of[each] not in ended]
+        return _Edge(node, first[0], why)
 
-    def _start(self, node: int) -> int:
-        """The first of its group."""
-        groups = self.queues[self._of[node]]
-        return next(group[0] for group in groups if node in group)
+    def _stops(self, rank: int, ended: set[int]) -> list[int]:
+        """Where a rank's host stands, and what lies behind that."""
+        nodes = range(*self.graph.offsets[rank : rank + 2])
+        queued = self._semantics in _QUEUED
+        return [
+            node
+            for node in nodes
+            if self.of[node] not in ended and not (queued and self._is_message(node))
+        ]
 
-    def _message_cause(self, node: int, here: str) -> tuple[int, str]:
-        group = self._working_group(node)
-        if node not in group:
-            return next(entry for entry in group if not self.done[entry]), f"{here} queues behind"
-        missing = self._missing(node)
-        if missing is not None:
-            return missing, f"{here} needs"
-        other = self.graph.partner[node]
-        group = self._working_group(other)
-        there = self.graph.rank[other]
-        if self._holds and self.head[there] < group[0]:
-            words = f"{here} waits for {self.graph.nodes[other]} on rank {there}, which is behind"
-            return self.head[there], words
-        if other not in group:
-            before = next(entry for entry in group if not self.done[entry])
-            return before, f"{here} waits for {self.graph.nodes[other]}, which queues behind"
-        if self.grouped == "whole":
-            held = next((each for each in self._together(node) if not self._can_go(each)), other)
-            if held not in (node, other):
-                return held, f"{here} goes with"
-        return other, f"{here} waits for"
+    def _words(self, before: _Edge, edge: _Edge) -> str:
+        here, why = before.waits_for, f"{edge.why} {self._name(edge.waits_for)}"
+        if edge.node == here:
+            return f"{self._place(here)} {why}"
+        if edge.node == self.graph.partner[here]:
+            return f"{self._place(here)} waits for {self._name(edge.node)}, which {why}"
+        *between, last = map(self._name, self._path(here, edge.node))
+        with_it = f"{', '.join(between)} and {last}" if between else last
+        return f"{self._place(here)} goes with {with_it}, which {why}"
 
-    def grid(self) -> str:
+    def _path(self, node: int, other: int) -> list[int]:
+        """How two of one event are bound: by way of groups and messages, without the first."""
+        back = {node: node}
+        for here in (queue := [node]):  # It grows.
+            near = [self.graph.partner[here], *next(g for g in self._line[here] if here in g)]
+            for there in near:
+                if there not in back:
+                    back[there] = here
+                    queue.append(there)
+        path = []
+        while other != node:
+            path.append(other)
+            other = back[other]
+        return path[::-1]
+
+    def _name(self, node: int) -> str:
+        return str(self.graph.nodes[node])
+
+    def _place(self, node: int) -> str:
+        return f"{self._name(node)} on rank {self.graph.rank[node]}"
+
+    def grid(self, program: Program, ended: set[int]) -> str:
         """Per rank: the instructions around the place where it stands, and what it waits for."""
         lines = []
-        for rank, node in enumerate(self.head):
-            row = self.program.ranks[rank]
+        for rank, row in enumerate(program.ranks):
             start, end = self.graph.offsets[rank : rank + 2]
-            if node == end:
-                left = next((entry for entry in range(start, end) if not self.done[entry]), None)
-                more = "" if left is None else f", but {self.graph.nodes[left]} never arrives"
-                lines.append(f"rank {rank} | at its end{more}")
+            if stops := self._stops(rank, ended):
+                held_up = self._held_up(self.of[stops[0]], ended)
+                own = held_up.node == stops[0]
+                cause = self._name(held_up.waits_for if own else self.graph.partner[stops[0]])
+                lines.append(
+                    f"rank {rank} | {around(row, stops[0] - start)}  <-- waits for {cause}"
+                )
                 continue
-            cause = self.graph.nodes[self._cause(node)[0]]
-            lines.append(f"rank {rank} | {around(row, node - start)}  <-- waits for {cause}")
+            left = [node for node in range(start, end) if self.of[node] not in ended]
+            more = f", but {self._name(left[0])} never arrives" if left else ""
+            lines.append(f"rank {rank} | at its end{more}")
         return "\n".join(lines)

@@ -34,6 +34,7 @@ def _stuck(program: Program, semantics: Semantics, grouped: Grouped = False) -> 
     verdict = judge(program, semantics, grouped=grouped)
     assert not verdict.runs
     fixed = repair(program, semantics, grouped=grouped)
+    assert fixed is not None
     left = False if fixed.ungrouped else grouped
     assert judge(fixed.program, semantics, grouped=left).runs
     return "\n".join(verdict.cycle) or str(verdict.crossing)
@@ -63,9 +64,10 @@ def test_nccl_479_both_ranks_send_before_they_receive():
 
 
 def test_nccl_783_the_send_is_to_be_delayed_until_the_receive():
-    """The answer there: send when you also receive. That is the move that repairs it."""
+    """The answer there: send when you also receive, as our lowering does."""
     fixed = repair(order(FACING), "rendezvous")
-    assert [str(move) for move in fixed.moves] == ["rank 0: 0SEND_F1>1 1 place later"]
+    assert fixed is not None
+    assert fixed.placed
     assert judge(order(FACING), "buffered").runs
 
 
@@ -98,7 +100,8 @@ def test_torchtitan_775_fewer_microbatches_than_stages_hang_in_1f1b(pp: int):
     # torch's own: the last forward's send waits for the first backward's receive.
     assert rows[0] == ["0F0", "0SEND_F0", "0RECV_B0", "0B0"]
     program = order(as_csv(rows))
-    assert "1RECV_F0<0 on rank 1 goes with 1SEND_B0>0" in _stuck(program, "one_queue", "whole")
+    ring = _stuck(program, "one_queue", "whole")
+    assert "1RECV_F0<0 on rank 1 goes with 0SEND_F0>1, 0RECV_B0<1 and 1SEND_B0>0" in ring
     assert judge(program, "one_queue").runs and judge(program, "one_queue", grouped=True).runs
 
 
@@ -114,7 +117,8 @@ def test_nccl_2130_a_group_waits_for_a_receive_that_nobody_has_sent_to_yet():
     text = "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n"
     text += "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
     program = order(text)
-    assert "1RECV_F0<0 on rank 1 goes with 0SEND_F1>1" in _stuck(program, "one_queue", "whole")
+    ring = _stuck(program, "one_queue", "whole")
+    assert "goes with 1RECV_F0<0, 1RECV_F1<0 and 0SEND_F1>1, which queues behind 0SEND_F0>1" in ring
 
 
 def test_megatron_5100_a_fixed_order_in_each_exchange_deadlocks_where_odd_ranks_must_turn():
@@ -146,6 +150,7 @@ def test_megatron_1495_two_ranks_take_an_activation_for_a_gradient():
     kinds = {verdict.crossing.sent.payload, verdict.crossing.received.payload}
     assert len(kinds) == 2
     fixed = repair(program, "one_queue", grouped=True)
+    assert fixed is not None
     assert judge(fixed.program, "one_queue", grouped=True).runs
 
 
@@ -226,16 +231,13 @@ def _late(row: list[str]) -> list[str]:
 
 
 def test_megatron_1829_groups_smaller_than_the_pipeline_make_bubbles():
-    """Four ranks, groups of two microbatches: legal, and slower than groups of four."""
-    times = {}
+    """Four ranks, groups of two microbatches: the first group's gradients come too late."""
     for group in (2, 4):
         rows = [
             [cell for cell in row if "_" not in cell]
             for row in interleaved(4, 2, 8, group, overlap=True)
         ]
-        found = examine(as_csv(rows))
-        times[group] = simulate(add_messages(found.whole), EVEN).makespan
-    assert times[2] > 1.1 * times[4]
+        assert examine(as_csv(rows)).runs == (group == 4)
     with pytest.raises(PlanError, match="between 4 ranks and 8 microbatches"):
         read_flags(
             "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 "

@@ -77,4 +77,5 @@ def test_pytorch_172668_receiving_first_on_odd_ranks_is_not_enough():
         "3SEND_B0>2 on rank 1 waits for 2RECV_B0<3, which queues behind 0SEND_F2>1",
     )
     found = repair(odd, "one_queue")
+    assert found is not None
     assert judge(found.program, "one_queue").runs

@@ -8,7 +8,7 @@ import pytest
 
 from strategies.referee import examine
 from tests.launcher.command_line import launch_here, refused_here
-from tests.strategies.referee.orders import CROSSED, FACING
+from tests.strategies.referee.orders import CROSSED, FACING, TURNED
 
 DIR = "hydra.run.dir=run"
 
@@ -25,13 +25,13 @@ def test_an_order_that_deadlocks_ends_with_1_its_ring_and_a_repaired_file(tmp_pa
     assert lines[0] == "theirs.csv: 2 ranks, 2 stages, 2 microbatches, with its messages"
     assert "> one_queue   deadlocks" in lines and "  per_edge    runs" in lines
     assert "[0B0]" in done.output and "which queues behind 0SEND_F1>1" in done.output
-    assert "  rank 0: 0SEND_F1>1 1 place later" in lines
+    assert "it runs with messages placed by our lowering: " in done.output
     assert any(line.startswith("  1f1b              100% alike   the same time") for line in lines)
     assert examine((tmp_path / "run" / "repaired.csv").read_text()).runs
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["mode"], result["runs"], result["semantics"]) == ("check", False, "one_queue")
     assert result["verdicts"]["buffered"] == "runs"
-    assert result["repair"] == ["rank 0: 0SEND_F1>1 1 place later"]
+    assert (result["repair_placed"], result["repair_ungrouped"]) == (True, False)
     assert result["alternatives"][0]["likeness"] == 1.0
     assert result["makespan"] > 0
     assert (tmp_path / "run" / "timeline.html").is_file()
@@ -44,7 +44,7 @@ def test_an_order_that_runs_ends_with_0(tmp_path):
     assert "it runs: every instruction and message ends, whatever the durations" in done.output
     assert not (tmp_path / "run" / "repaired.csv").exists()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["time_unit"], result["repair"]) == ("F", None)
+    assert (result["time_unit"], result["repair_placed"]) == ("F", None)
 
 
 def test_messages_taken_for_each_other_are_told(tmp_path):
@@ -58,7 +58,17 @@ def test_an_order_without_messages_is_judged_by_its_computations(tmp_path):
     assert done.code == 1
     assert "without messages: computations alone" in done.output
     assert "it deadlocks:" in done.output
-    assert (tmp_path / "run" / "repaired.csv").read_text() == "0F0,1F0,1B0,0B0\n"
+    assert "1F0 on rank 0 needs 0F0" in done.output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["runs"], result["repair_placed"]) == (False, None)
+    assert not (tmp_path / "run" / "repaired.csv").exists()
+
+
+def test_messages_around_computations_that_wait_for_each_other_are_not_placed_anew(tmp_path):
+    done = launch_here(["check", _file(tmp_path, TURNED), DIR], tmp_path)
+    assert done.code == 1, done.errors
+    assert "its computations wait for each other: no place of its messages" in done.output
+    assert not (tmp_path / "run" / "repaired.csv").exists()
 
 
 def test_a_script_of_megatron_is_proven_priced_and_compared(tmp_path):

@@ -21,6 +21,11 @@ CROSSED = """\
 0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1
 1RECV_F1,1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1
 """
+# Rank 0 wants its second stage before its first, whose result that stage needs.
+TURNED = """\
+2RECV_F0,2F0,2SEND_F0,0F0,0SEND_F0,2RECV_B0,2B0,2SEND_B0,0RECV_B0,0B0
+1RECV_F0,1F0,1SEND_F0,3RECV_F0,3F0,3B0,3SEND_B0,1RECV_B0,1B0,1SEND_B0
+"""
 # Three ranks in a ring: each sends to the next one, whose receive stands behind its own send.
 RING = """\
 0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1

@@ -3,29 +3,25 @@ from __future__ import annotations
 import pytest
 
 from strategies.compiler import compile_plan
-from strategies.ir.verify import verify
 from strategies.plan import Plan
 from strategies.referee import SEMANTICS, Semantics, examine, judge, notation, repair
-from tests.strategies.referee.orders import CROSSED, FACING, order
+from tests.strategies.referee.orders import CROSSED, FACING, TURNED, order
 from tests.strategies.referee.test_semantics import _shuffled
 
 
-def test_one_message_moved_by_one_place_repairs_two_sends_that_face_each_other():
-    found = repair(order(FACING), "one_queue")
-    assert [str(move) for move in found.moves] == ["rank 0: 0SEND_F1>1 1 place later"]
-    assert not found.anew and found.moved == 1
-    assert judge(found.program, "one_queue").runs
+@pytest.mark.parametrize("text", [FACING, CROSSED])
+def test_computations_keep_their_order_and_messages_get_the_places_of_our_lowering(text: str):
+    broken = order(text)
+    found = repair(broken, "one_queue")
+    assert found is not None
+    assert (found.placed, found.ungrouped) == (True, False)
+    assert found.program.compute_rows() == broken.compute_rows()
+    assert all(judge(found.program, each).runs for each in SEMANTICS)
 
 
-def test_messages_that_cross_change_places():
-    found = repair(order(CROSSED), "per_pair")
-    assert [str(move) for move in found.moves] == ["rank 1: 1RECV_F1<0 1 place later"]
-
-
-def test_computations_that_wait_for_each_other_are_moved_first():
-    found = repair(order("1F0,0F0,0B0,1B0\n3F0,2F0,3B0,2B0\n"), "rendezvous")
-    assert notation(found.program) == "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"
-    verify(found.program)
+def test_no_place_of_messages_helps_where_computations_wait_for_each_other():
+    assert repair(order("1F0,0F0,0B0,1B0\n3F0,2F0,3B0,2B0\n"), "rendezvous") is None
+    assert all(repair(order(TURNED), each) is None for each in SEMANTICS)
 
 
 @pytest.mark.parametrize("semantics", SEMANTICS)
@@ -36,6 +32,7 @@ def test_whatever_is_broken_a_repaired_order_runs_with_the_same_instructions(sem
         if judge(broken, semantics).runs:
             continue
         found = repair(broken, semantics)
+        assert found is not None
         assert judge(found.program, semantics).runs
         for before, after in zip(broken.ranks, found.program.ranks, strict=True):
             assert sorted(map(str, before)) == sorted(map(str, after))

@@ -125,10 +125,12 @@ def test_a_whole_group_waits_for_all_of_its_members():
     assert judge(program, "one_queue", grouped=True).runs
     verdict = judge(program, "one_queue", grouped="whole")
     assert verdict.cycle == (
-        "1SEND_B0>0 on rank 1 queues behind 1RECV_F0<0",
-        "1RECV_F0<0 on rank 1 goes with 1SEND_B0>0",
+        "1RECV_F0<0 on rank 1 goes with 0SEND_F0>1, 0RECV_B0<1 and 1SEND_B0>0, which queues behind "
+        "1RECV_F0<0",
     )
-    assert repair(program, "one_queue", grouped="whole").ungrouped
+    found = repair(program, "one_queue", grouped="whole")
+    assert found is not None
+    assert (found.ungrouped, found.placed) == (True, False)
 
 
 def test_where_messages_stand_is_priced():
@@ -268,7 +270,6 @@ def test_it_is_what_the_definition_says(name: str, pp: int, count: int, semantic
         shuffled = _shuffled(program, seed)
         verdict = judge(shuffled, semantics)
         assert verdict.runs == _by_definition(shuffled, semantics), seed
-        assert verdict.runs == (len(set(verdict.order)) == len(build_needs(shuffled).nodes))
         found.add(verdict.runs)
     assert False in found or semantics == "buffered"
 
