@@ -257,7 +257,8 @@ def compile_program(
             "schedule": schedule, "pp": pp, "num_microbatches": num_microbatches,
             "stages_per_rank": stages_per_rank, "group": group, "overlap": overlap,
             "buckets": buckets, "costs": costs, "recompute": recompute,
-            "error_feedback": error_feedback,
+            "error_feedback": error_feedback, "file": file, "split_backward": split_backward,
+            "vertical_sync": vertical_sync,
         }
     )  # fmt: skip
     if num_microbatches is None:

@@ -1,6 +1,6 @@
 """A plan of how a model's layers are cut over tensor-parallel ranks: found, priced, and executed.
 
-The planner writes it (``strategies.planner.sharding_search``), layers are cut by it
+The planner writes it (``strategies.planner.shardings``), layers are cut by it
 (``strategies.models.tensor_parallel``), reports show it; so it is data alone, without torch. Its
 words are those of a hand-written ``tensor_parallel_plan()``, a row per pattern of module names.
 

@@ -60,12 +60,16 @@ class UniformCosts:
             value = getattr(self, entry.name)
             if isinstance(value, list):  # from a script; costs must be hashable
                 object.__setattr__(self, entry.name, tuple(value))
-        for name in ("forward", "backward"):
-            for number in _numbers(getattr(self, name)):
-                if isinstance(number, bool) or not isinstance(number, int | float):
+            if entry.name == "transport" or (value is None and entry.default is None):
+                continue
+            single = entry.name in _SINGLE
+            kind = int if entry.name == "num_buckets" else int | float
+            for number in (value,) if single else _numbers(getattr(self, entry.name)):
+                if isinstance(number, bool) or not isinstance(number, kind):
+                    each = "" if single else ", or one for each stage"
                     raise CostError(
-                        f"costs.{name}={number!r:.60}: expected a number, or one for each stage. "
-                        f"Try costs.{name}=1."
+                        f"costs.{entry.name}={number!r:.60}: expected a number{each}. "
+                        f"Try costs.{entry.name}={_SINGLE.get(entry.name, 1)}."
                     )
         if not all(number > 0 for number in (*_numbers(self.forward), *_numbers(self.backward))):
             raise CostError(
@@ -219,6 +223,9 @@ class UniformCosts:
 _LISTS = (
     "forward", "backward", "backward_input", "backward_weight", "recompute", "grad_reduce",
 )  # fmt: skip
+
+
+_SINGLE = {"num_buckets": 1, "fused": 2, "stage_input": 0.1}  # Of these there are no lists.
 
 
 def _numbers(value: Sizes) -> tuple[float, ...]:

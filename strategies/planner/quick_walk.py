@@ -100,7 +100,7 @@ def idle_share(structure: Structure, table: CostTable, makespan: float) -> float
 
 
 def _gathers(structure: Structure, table: CostTable) -> list[ChannelStep]:
-    """The gathers of a step's beginning, as ``ir.walk`` has them."""
+    """The gathers of a step's beginning."""
     return [
         (structure.gather(rank, stage), rank, stage, -1, -1, 0.0, ())
         for rank, stages in enumerate(structure.stages_by_start)

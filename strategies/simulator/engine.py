@@ -125,7 +125,7 @@ def compute_times(
 
 
 # ------------------------------------------------------------------------------------ the one pass
-# Steps are the tuples of ``ir.walk``, told apart by their length; or tuples like them.
+# Steps are tuples, told apart by their length.
 
 Sent = tuple[int, int, int, int]
 """Like ``Message``: its SEND, its RECV, source rank * P + target rank, its boundary. As a step it

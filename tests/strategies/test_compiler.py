@@ -163,6 +163,12 @@ def test_a_whole_training_program():
     [
         ({"pp": "4"}, "pp='4': expected a whole number. Try pp=4."),
         ({"pp": True}, "pp=True: expected a whole number. Try pp=4."),
+        ({"split_backward": "yes"}, "split_backward='yes': expected True or False. Try split_back"),
+        ({"vertical_sync": 1}, "vertical_sync=1: expected True or False. Try vertical_sync=True."),
+        (
+            {"schedule": "custom", "file": "x.csv"},
+            "file='x.csv': expected a ScheduleFile. Try file=read_schedule_file('my.csv').",
+        ),
         ({"pp": 2, "num_microbatches": 4.0}, "num_microbatches=4.0: expected a whole number."),
         ({"pp": 2, "schedule": 3}, "schedule=3: expected a text. Try schedule='1f1b'."),
         ({"pp": 2, "costs": {}}, "costs={}: expected costs. Try costs=UniformCosts()."),

@@ -114,7 +114,7 @@ class ListClock:
 
     def _update(self, seeds: set[int]) -> dict[int, float] | None:
         """Times of all that follows; what they were before."""
-        # The innermost loop of a search: ``_ready`` and ``_set`` stand in it.
+        # The innermost loop of a search, with ``_set`` written out.
         start, took, rank, rows, place = self.start, self.took, self._rank, self.rows, self._place
         arrivals, users, backward = self.arrivals, self._users, self._backward
         tolerance, sum_of_starts, updates = self.tolerance, self._backward_starts, self.updates
@@ -163,19 +163,6 @@ class ListClock:
         if self._backward[node]:
             self._backward_starts += time - self.start[node]
         self.start[node] = time
-
-    def _ready(self, node: int) -> float:
-        start, took = self.start, self.took
-        place = self._place[node]
-        time = 0.0
-        if place:
-            before = self.rows[self._rank[node]][place - 1]
-            time = start[before] + took[before]
-        for need, hop in self.arrivals[node]:
-            there = start[need] + took[need] + hop
-            if there > time:
-                time = there
-        return time
 
 
 def list_makespan(program: Program, table: CostTable) -> float:

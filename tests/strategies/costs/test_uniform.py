@@ -200,6 +200,34 @@ def test_lists_that_do_not_go_with_the_program_are_refused(schedule, options, me
             "stage. Try costs.fused=null.",
         ),
         ({"num_buckets": 0}, "costs.num_buckets=0: at least 1. Try costs.num_buckets=1."),
+        *(
+            (
+                {name: value},
+                f"costs.{name}={wrong!r}: expected a number, or one for each stage. "
+                f"Try costs.{name}=1.",
+            )
+            for name in (
+                "forward",
+                "backward",
+                "backward_input",
+                "backward_weight",
+                "recompute",
+                "grad_reduce",
+                "p2p",
+            )
+            for value, wrong in (("1", "1"), (True, True), ([1, "2"], "2"))
+        ),
+        *(
+            ({name: value}, f"costs.{name}={value!r}: expected a number. Try costs.{name}={fix}.")
+            for name, value, fix in (
+                ("num_buckets", "2", 1),
+                ("num_buckets", 1.5, 1),
+                ("fused", "2", 2),
+                ("fused", (1, 2), 2),
+                ("stage_input", "0.1", 0.1),
+                ("stage_input", None, 0.1),
+            )
+        ),
         (
             {"transport": "pigeon"},
             "costs.transport=pigeon is unknown. Try costs.transport=buffered or "
