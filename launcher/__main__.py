@@ -27,16 +27,14 @@ from launcher.compose.execute import (
     run_one,
     tell_closed,
 )
-from launcher.compose.option_groups import (
-    Flags,
-    Groups,
+from launcher.compose.help_text import (
     completion_script,
-    find_groups,
+    completions,
     help_text,
-    parse_flags,
+    help_words,
     require_completion,
-    require_node,
 )
+from launcher.compose.option_groups import Flags, Groups, find_groups, parse_flags, require_node
 from launcher.compose.overrides import (
     chosen_options,
     expand,
@@ -180,7 +178,7 @@ def _hear_endings() -> None:
 def _check_words(words: Sequence[str]) -> Sequence[str]:
     """``check theirs.csv`` as what it is short for."""
     if {"-h", "--help"} & {*words}:
-        return ("--help",)
+        return ("--help", "check")
     if words and words[0].startswith("--pipeline-model-parallel"):
         # Megatron-LM's own command line, as far as it goes; our keys have no dashes in front.
         ours = [word for word in words if "=" in word and not word.startswith("-")]
@@ -196,7 +194,7 @@ def _check_words(words: Sequence[str]) -> Sequence[str]:
 def _explain_words(words: Sequence[str]) -> Sequence[str]:
     """``explain rank0.json rank1.json`` as what it is short for."""
     if {"-h", "--help"} & {*words}:
-        return ("--help",)
+        return ("--help", "explain")
     files = [word for word in words if "=" not in word and not word.startswith("-")]
     if not files:
         raise PlanError(
@@ -286,14 +284,24 @@ def _main(flags: Flags) -> int:
         raise PlanError(
             "the working directory is gone: somebody has deleted it. Try cd to another folder."
         ) from None
+    if flags.shell_completion:
+        require_completion(flags.overrides)
+        if flags.overrides[0].startswith("query="):
+            line = os.environ.get("COMP_LINE", "")
+            typed = line[: int(os.environ.get("COMP_POINT", len(line)))]
+            sys.stdout.write("".join(f"{word}\n" for word in completions(typed)))
+            return 0
+        if flags.overrides == ("install=bash",):
+            sys.stdout.write(completion_script())
+            return 0
+    topics: tuple[str, ...] = ()
+    if flags.help:
+        topics, overrides = help_words(flags.overrides)
+        flags = replace(flags, overrides=overrides)
     groups = find_groups(flags.config_dir)
     extra = search_path(flags.config_dir)
     with hydra_session() as hydra:
-        if flags.shell_completion and flags.overrides == ("install=bash",):
-            sys.stdout.write(completion_script())
-            return 0
         if flags.shell_completion:
-            require_completion(flags.overrides)
             hydra.shell_completion(config_name=CONFIG_NAME, overrides=list(flags.overrides))
             return 0
         jobs = _jobs(flags, groups)
@@ -302,7 +310,7 @@ def _main(flags: Flags) -> int:
         node = composed.hydra
         words = [*extra, *flags.overrides]
         if flags.help:
-            sys.stdout.write(help_text(config, groups))
+            sys.stdout.write(help_text(topics, config, groups))
             return 0
         if flags.info is not None:
             show_info(hydra, flags.info, words, multirun=flags.multirun)

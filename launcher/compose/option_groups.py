@@ -10,7 +10,6 @@ import argparse
 import os
 import re
 import shlex
-import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,13 +19,10 @@ from typing import Literal, NoReturn
 from launcher.config.decode import ENTRY_POINTS, did_you_mean, installed_names, nearest
 from launcher.config.foreign_words import meant_key, meant_option
 from launcher.config.key import (
-    Key,
-    describe,
     keys_of,
     nodes_of,
     require_name,
     shorten,
-    spell,
     typed,
     value_at,
 )
@@ -50,7 +46,7 @@ _TAKES_FILES = {
 }
 
 
-_MANY = 8  # options: where one of so many is near, the others are not listed
+_MANY = 8  # options: so many are listed by --help alone
 
 
 @cache
@@ -83,6 +79,12 @@ class Groups:
         ours = (*self.built_in[group], *sorted(self.added.get(group, {})))
         return (*ours, *(name for name in self.installed.get(group, ()) if name not in ours))
 
+    def file(self, group: str, option: str) -> Path | None:
+        """Where an option is written; None for one of an installed distribution."""
+        if option in self.built_in[group]:
+            return conf_dir() / group / f"{option}.yaml"
+        return self.added.get(group, {}).get(option)
+
     def require(self, group: str, option: str) -> None:
         options = self.options(group)
         if option in options:
@@ -98,8 +100,11 @@ class Groups:
             hint = f" Did you mean {group}={meant}?"
         if (group, option.lower()) == ("schedule", "auto"):
             hint = " Try plan=auto, which takes the fastest that fits."
-        some = not hint or len(options) < _MANY
-        listed = f" Options of {group}: {', '.join(options) or 'none'}." if some else ""
+        listed = ""
+        if not hint and len(options) < _MANY:
+            listed = f" Options of {group}: {', '.join(options) or 'none'}."
+        elif not hint:
+            listed = f" Try --help {group}, which lists its {len(options)} options."
         extra = {
             "experiment": " To only name a run: experiment_name=NAME.",
             "callbacks": f" Try callbacks.{shorten(option, 20)}.path=lightning.pytorch.callbacks:"
@@ -225,51 +230,7 @@ def find_groups(config_dir: Path | None) -> Groups:
 # A subset of Hydra's flags under Hydra's names. Left out on purpose: ``--experimental-rerun`` loads
 # a pickle, and ``--config-path`` and ``--config-name`` replace the typed configuration.
 
-FLAGS_HELP: tuple[tuple[str, str], ...] = (
-    ("-h, --help", "explain every key, with the values that the overrides lead to"),
-    ("-m, --multirun", "run one job per combination of values: schedule=gpipe,1f1b pp=1,2"),
-    ("-c, --cfg {job,hydra,all}", "print the composed configuration and end"),
-    ("--resolve", "with --cfg: with interpolations resolved"),
-    ("-p, --package NODE", "with --cfg: only this node"),
-    ("-cd, --config-dir DIR", "add your own option files, e.g. DIR/model/mine.yaml"),
-    (
-        "-i, --info [{all,config,defaults,defaults-tree,plugins,searchpath}]",
-        "where the configuration comes from, as Hydra tells it",
-    ),
-    (
-        "-sc, --shell-completion",
-        'eval "$(foldpipe -sc install=bash)" completes `foldpipe` and `python -m launcher` in '
-        "bash; install=zsh and install=fish only `foldpipe`: those shells see no word behind -m",
-    ),
-    ("--verbose", "every figure of a training run at its end; with -m every job's own words, too"),
-    ("--version", "print the version"),
-)
-
-
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-
-
-_SHELLS = ("bash", "zsh", "fish")
-
-
-def require_completion(words: Sequence[str]) -> None:
-    """Refuses what stands behind ``-sc`` and says nothing to Hydra.
-
-    Raises:
-        PlanError: It is not one of install, uninstall and query, with a shell that it knows.
-    """
-    known = {f"{what}={shell}" for what in ("install", "uninstall", "query") for shell in _SHELLS}
-    if len(words) != 1 or words[0] not in known:
-        given = " ".join(words) or "nothing"
-        raise PlanError(
-            f"-sc {shortened(given, 80)}: expected install= or uninstall= with one of "
-            f"{', '.join(_SHELLS)}. Try -sc install=bash."
-        )
-
-
-def completion_script() -> str:
-    """What bash evaluates to complete this program's command lines."""
-    return Path(__file__).with_name("completion.bash").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,67 +363,3 @@ def require_node(config: LaunchConfig, name: str) -> None:
             return
         hint = did_you_mean(nearest(name, nodes_of(LaunchConfig))) or " Try --package trainer."
         raise PlanError(f"--package {shorten(name)}: there is no such node.{hint}") from None
-
-
-# ``--help``: every key with its type, its value under the given overrides, and one sentence.
-
-_WIDTH = 98
-_USAGE = """\
-foldpipe: pipeline-parallel training from a declaration, simulated and executed alike.
-
-usage: python -m launcher [flags] [key=value ...]        (or: foldpipe ...)
-       python -m launcher demo | doctor | init FOLDER    (--help behind it says more)
-       python -m launcher check theirs.csv               (can this schedule run? mode=check)
-
-  python -m launcher                                     train a small model, a pipeline of two
-  python -m launcher schedule=foldx_fifo pp=4            the same over 4 pipeline ranks
-  python -m launcher mode=simulate costs=uniform pp=4    draw a schedule's timeline
-  python -m launcher -m schedule=gpipe,1f1b pp=2,4       one run per combination
-"""
-_FOOTER = """\
-Each run writes a folder of its own below outputs/ (hydra.run.dir=PATH chooses it), each sweep one
-below multirun/ (hydra.sweep.dir=PATH). Own options: --config-dir DIR with DIR/model/mine.yaml.
-Exit codes: 0 done, 1 a run failed, 2 the request is wrong and nothing was started, 85 preempted.
-"""
-
-
-def help_text(config: LaunchConfig, groups: Groups) -> str:
-    """The text of ``--help``; ``config`` has the values that are shown as defaults."""
-    parts = [_USAGE, "Flags", *(_entry(name, text) for name, text in FLAGS_HELP), ""]
-    nodes = nodes_of(LaunchConfig)
-    keys = keys_of(LaunchConfig)
-    parts.append("Keys: name=value, type [value unless you set it], meaning")
-    parts += [_key(entry, config) for entry in keys if "." not in entry.path]
-    for group in nodes:
-        parts.append("")
-        if group in groups.built_in:
-            doc = (nodes[group].__doc__ or "").replace("``", "").split(":", 1)[-1].strip()
-            parts.append(f"{group}=  {doc}")
-            parts.append(_paragraph("options: " + ", ".join(groups.options(group))))
-        else:
-            parts.append(f"{group}.*")
-        parts += [_key(entry, config) for entry in keys if entry.path.startswith(f"{group}.")]
-    parts.append("")
-    parts.append("experiment=  a named set of overrides, [null]")
-    parts.append(_paragraph("options: " + (", ".join(groups.options("experiment")) or "none yet")))
-    return "\n".join([*parts, "", _FOOTER])
-
-
-def _key(entry: Key, config: LaunchConfig) -> str:
-    value = spell(value_at(config, entry.path)) or "empty"
-    return _entry(f"{entry.path}=", f"{describe(entry.hint)} [{value}]. {entry.help_text}")
-
-
-def _entry(name: str, text: str) -> str:
-    indent = " " * 34
-    body = textwrap.fill(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
-    head = f"  {name}"
-    if len(head) < len(indent):
-        return head + body[len(head) :]
-    return f"{head}\n{body}"
-
-
-def _paragraph(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")

@@ -23,6 +23,7 @@ from launcher.config.foreign_words import OTHER_SCALES, meant_key, meant_value
 from launcher.config.key import (
     Args,
     Key,
+    choices,
     describe,
     is_free,
     keys_of,
@@ -102,7 +103,7 @@ def _typed_value(value: object, hint: object, path: str, entry: Key) -> object:
     typed = _convert(value, hint)
     if typed is not _MISMATCH:
         return typed
-    words = [word for word in _words(hint) if isinstance(word, str)]
+    words = choices(hint)
     near = nearest(value, words) if isinstance(value, str) else ()
     kinds = {*_kinds(hint)}
     meant = meant_value(
@@ -116,12 +117,15 @@ def _typed_value(value: object, hint: object, path: str, entry: Key) -> object:
     if isinstance(value, str) and re.fullmatch(r"[^,;\n]+", value) and hint == tuple[str, ...]:
         near = (f"[{value.strip()}]" if re.fullmatch(r"[\w./-]+", value) else f"['{value}']",)
     hinted = meant or (near[0] if near else spell(entry.example))
+    many = len(words) > _MOST_LISTED
     shown = f"'{value}'" if meant is not None and meant == value else shorten(value)
     several = _several(value) if kinds & {int, float} else None
     other = f", or -m {path}={several} for one run each" if several else ""
     wrong = f"{path}={shown}: expected {describe(hint)}"
-    if len(words) > _MOST_LISTED and (meant or near):
+    if many:
         wrong = f"{path}={shown} does not exist"
+    if many and not (meant or near):
+        raise KeyPlaceError(f"{wrong}. --help {path} lists its values. Try {path}={hinted}.", path)
     raise KeyPlaceError(f"{wrong}. Try {path}={hinted}{other}.", path)
 
 
@@ -169,11 +173,12 @@ def unknown_key(path: str, *, nested: bool = False, value: str = "") -> KeyPlace
     if nested:
         candidates = list(nodes_of(LaunchConfig))
     hint = _with_value(path, meant_key(path, value), value)
-    hint = hint or did_you_mean(nearest_keys(path, candidates))
+    near = nearest_keys(path, candidates)
+    hint = hint or did_you_mean(_given(one, value) or one for one in near)
     if path in known:  # one key of a YAML file, dots and all
         outer, _, last = path.rpartition(".")
         hint = f" A file nests its keys: write `{last}: ...` indented below `{outer}:`."
-    return KeyPlaceError(f"{shorten(path)} is not a key.{hint or ' --help lists all keys.'}", path)
+    return KeyPlaceError(f"{shorten(path)} is not a key.{hint or ' Try --help.'}", path)
 
 
 _ONE_KEY = re.compile(r" Try ([\w.]+)=([^\s,]+)\.")
@@ -187,24 +192,30 @@ def _with_value(path: str, hint: str, value: str) -> str:
         return hint
     if found[2] in _PLACES:
         return f" Try {spelt(found[1], value)}."
-    entry = next((one for one in keys_of(LaunchConfig) if one.path == found[1]), None)
-    if entry is None:
-        return hint
+    given = _given(found[1], value)
+    return f" Try {given}." if given else hint
+
+
+def _given(path: str, value: str) -> str | None:
+    """``model.layers=8``, where the key takes that value, or each one of a sweep's list."""
+    entry = next((one for one in keys_of(LaunchConfig) if one.path == path), None)
+    if entry is None or not value:
+        return None
     kinds = {*_kinds(entry.hint)}
-    number = meant_value(
-        entry.path,
-        value,
-        switch=bool in kinds,
-        whole=float not in kinds,
-        number=bool(kinds & {int, float}),
-    )
-    text = number or value
+    number, whole = bool(kinds & {int, float}), float not in kinds
+    text = meant_value(path, value, switch=bool in kinds, whole=whole, number=number) or value
+    if _fits(text, entry):
+        return spelt(path, text)
+    parts = value.split(",")
+    return f"-m {path}={value}" if all(part and _fits(part, entry) for part in parts) else None
+
+
+def _fits(text: str, entry: Key) -> bool:
     try:
         given = json.loads(text)
     except ValueError:
         given = text
-    fits = _convert(given, entry.hint) is not _MISMATCH
-    return f" Try {spelt(entry.path, text)}." if fits and _inside(given, entry) else hint
+    return _convert(given, entry.hint) is not _MISMATCH and _inside(given, entry)
 
 
 def _inside(value: object, entry: Key) -> bool:
@@ -288,14 +299,6 @@ def _kinds(hint: object) -> tuple[object, ...]:
     return (hint,) if hint in (bool, int, float, str) else ()
 
 
-def _words(hint: object) -> tuple[Any, ...]:
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        return tuple(word for option in get_args(hint) for word in _words(option))
-    return ()
-
-
 def _plain(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
@@ -343,7 +346,8 @@ def nearest_keys(word: str, candidates: Iterable[str], *, limit: int = 3) -> tup
         scored.append((score, candidate))
     scored.sort(key=lambda pair: (-pair[0], pair[1]))
     best = scored[0][0] if scored else 0.0
-    return tuple(name for score, name in scored[:limit] if score >= max(0.65, best - 0.15))
+    least = max(0.65, best - (0.05 if best > 0.9 else 0.15))  # one letter off is no riddle
+    return tuple(name for score, name in scored[:limit] if score >= least)
 
 
 def did_you_mean(matches: Iterable[str]) -> str:

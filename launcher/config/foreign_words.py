@@ -31,7 +31,7 @@ MEANT_KEYS = {
         "model=hf model.path=/models/my_llama, or trainer.resume=auto",
     "output.dir output.path checkpoint.dir checkpoint.path": "hydra.run.dir=FOLDER",
     "checkpoint.every checkpoint.interval": "trainer.checkpoint_every_n_steps=100",
-    "tracking.mode": "tracking.offline=true",
+    "tracking.mode wandb.mode wandb_mode wandb.offline": "tracking.offline=true",
     "data.shuffle data.drop_last data.pin_memory data.streaming data.cache_dir data.collate_fn "
     "data.sampler": "data=class data.path=my_pkg.data:LitData, whose loaders do as they like",
     "data.split data.val_split data.test_split data.validation_split": "data.val_fraction=0.1",
@@ -163,8 +163,10 @@ MEANT_KEYS = {
         "trainer.precision=bf16-mixed",
     "tf32 allow_tf32": "trainer.float32_matmul_precision=high",
     "torch_compile": "compile=true",
-    "log logger loggers tracker trackers wandb tensorboard report_to log_with":
+    "log logger loggers tracker trackers report_to log_with":
         "tracking=csv, wandb, tensorboard or none",
+    "wandb": "tracking=wandb",
+    "tensorboard": "tracking=tensorboard",
     "verbose debug log_level logging loglevel": "--verbose, or the logs in the run's folder",
     "name run_name job_name exp_name wandb_run_name run_id": "experiment_name=my_run",
     "out output o output_dir save_dir log_dir run_dir default_root_dir out_dir":
@@ -290,11 +292,20 @@ OTHER_SCALES = (
     "min_lr", "min_learning_rate", "data.split", "data.test_split", "schedule.stages",
     "schedule.num_stages", "schedule.virtual_stages", "schedule.chunks",
 )  # fmt: skip
+_TRACKERS = ("csv", "none", "tensorboard", "wandb")
 _MEANT_WORDS = {
     **{(name, mode): f"schedule=foldx_{mode}" for name in ("foldx_mode", "fold_mode")
        for mode in ("fifo", "aiao")},
-    **{(name, "true"): f"tracking={name}" for name in ("wandb", "tensorboard")},
-    **{(name, "false"): "tracking=csv" for name in ("wandb", "tensorboard")},
+    **{(name, said): f"tracking={name}" for name in ("wandb", "tensorboard")
+       for said in ("true", "online", "on", "yes", "1")},
+    **{(name, said): "tracking=csv" for name in ("wandb", "tensorboard")
+       for said in ("false", "disabled", "off", "no", "0", "none", "null")},
+    ("wandb", "offline"): "tracking=wandb tracking.offline=true",
+    ("wandb", "dryrun"): "tracking=wandb tracking.offline=true",
+    **{(name, said): f"tracking={said}" for said in _TRACKERS
+       for name in ["log", "logger", "loggers", "tracker", "trackers", "report_to", "log_with"]},
+    ("strategy", "ddp"): "dp=2, the number of replicas",
+    ("strategy", "fsdp"): "dp=2 overlap=zero1, which shards the optimizer",
 }  # fmt: skip
 
 

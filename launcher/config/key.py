@@ -166,6 +166,19 @@ def describe(hint: object) -> str:
     return words[hint]
 
 
+def choices(hint: object) -> tuple[str, ...]:
+    """The words that a type takes: of a Literal, of a switch, null.
+
+    >>> choices(Literal["auto"] | bool | None)
+    ('auto', 'true', 'false', 'null')
+    """
+    if isinstance(hint, UnionType) or get_origin(hint) is Union:
+        return tuple(word for option in get_args(hint) for word in choices(option))
+    if get_origin(hint) is Literal:
+        return tuple(map(str, get_args(hint)))
+    return {bool: ("true", "false"), NoneType: ("null",)}.get(hint, ())
+
+
 def spell(value: object) -> str:
     """A value as the command line spells it."""
     if value is None:

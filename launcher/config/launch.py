@@ -35,6 +35,22 @@ Mode = Literal[
     "train", "simulate", "plan", "validate", "profile", "eval", "predict", "generate", "export",
     "collect", "dashboard", "check", "explain",
 ]  # fmt: skip
+# What each does: of ``--help``, and of the key's own help.
+MODES: dict[Mode, str] = {
+    "train": "train the model",
+    "simulate": "draw the timeline and start nothing",
+    "plan": "find the best sizes, stages and schedule for a cluster",
+    "validate": "check and print what would run; start nothing",
+    "profile": "measure the layers and links of this machine",
+    "eval": "compute the loss of a checkpoint",
+    "predict": "write the predictions of a checkpoint",
+    "generate": "continue a text with a checkpoint",
+    "export": "write a checkpoint as one file, or for transformers",
+    "collect": "compare the jobs of a sweep",
+    "dashboard": "save the workspace in your W&B project",
+    "check": "tell whether the schedule in schedule.file can run",
+    "explain": "tell what took the time in traces of torch.profiler",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +59,7 @@ class LaunchConfig:
 
     mode: Mode = key(
         "train",
-        "train; simulate: the timeline without starting anything; plan: the best degrees, cut and "
-        "schedule; validate: check and print what would run; profile: measure layers and links; "
-        "eval, predict, generate: use a checkpoint; export: write it as a file, or for "
-        "transformers; collect: compare the jobs of a sweep; dashboard: save the workspace in "
-        "your W&B project; check: whether the order in schedule.file can run; explain: what took "
-        "the time in somebody's traces.",
+        "; ".join(f"{name}: {text}" for name, text in MODES.items()) + ".",
     )
     pp: int = key(1, "Pipeline degree: ranks one model is cut over.", low=1, high=65536, example=4)
     tp: int = key(

@@ -36,7 +36,7 @@ KEYS = {
     "trainer.lr": "Did you mean optimizer.lr?",
     "modle.hidden": "Did you mean model.hidden?",
     "model.hiden": "Did you mean model.hidden?",
-    "trainer.foo": "--help lists all keys.",
+    "trainer.foo": "trainer.foo is not a key. Try --help.",
 }
 VALUES = {
     ("trainer", "max_steps", "10k"): "trainer.max_steps=10000.",
@@ -75,7 +75,7 @@ def test_a_key_of_others(key, told):
         ("foldx-mode", "fifo", "Try schedule=foldx_fifo."),
         # Not where it is out of range, of another kind or scale.
         ("num_layers", "0", "Try model.layers=8."),
-        ("num_layers", "4,8", "Try model.layers=8."),
+        ("num_layers", "4,8", "Try -m model.layers=4,8."),
         ("fp16", "true", "Try trainer.precision=16-mixed."),
         ("lr_scheduler_type", "linear", "Try optimizer.schedule=cosine."),
         ("warmup_ratio", "0.1", "Try optimizer.warmup_steps=100."),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from launcher.compose.option_groups import FLAGS_HELP, find_groups
+from launcher.compose.help_text import FLAGS_HELP, first_comment, value_range
+from launcher.compose.option_groups import Groups, find_groups
 from launcher.compose.session import compose_checked, hydra_session
 from launcher.config import LaunchConfig
 from launcher.config.key import Key, describe, keys_of, nodes_of, spell, value_at
-from tools.docs.pages import ROOT
 
 
 def key_tables() -> str:
@@ -23,7 +23,7 @@ def key_tables() -> str:
             doc = " ".join((schema.__doc__ or "").split()).partition(":")[2].strip()
             parts.append(f"`{group}=` chooses {doc[:1]}{doc[1:]}".replace("``", "`"))
             options = [option for option in groups.options(group) if option != "schema"]
-            parts.append("\n".join(_option(group, option) for option in options))
+            parts.append("\n".join(_option(groups, group, option) for option in options))
         parts.append(_table([key for key in keys if key.path.startswith(f"{group}.")]))
     return "\n\n".join(parts)
 
@@ -40,30 +40,18 @@ def _defaults() -> LaunchConfig:
         return compose_checked([])[0]
 
 
-def _option(group: str, option: str) -> str:
-    file = ROOT / "conf" / group / f"{option}.yaml"
-    first = file.read_text(encoding="utf-8").splitlines()[0]
-    return f"- `{option}`" + (f": {first.removeprefix('# ')}" if first.startswith("# ") else "")
+def _option(groups: Groups, group: str, option: str) -> str:
+    said = first_comment(groups, group, option)
+    return f"- `{option}`" + (f": {said}" if said else "")
 
 
 def _table(keys: list[Key]) -> str:
     rows = ["| key | value | unless you set it | meaning |", "|---" * 4 + "|"]
     for key in keys:
         default = spell(value_at(_defaults(), key.path)) or "empty"
-        value = _cell(describe(key.hint)) + _range(key)
+        value = _cell(describe(key.hint)) + value_range(key)
         rows.append(f"| `{key.path}` | {value} | `{default}` | {_cell(key.help_text)} |")
     return "\n".join(rows)
-
-
-def _range(key: Key) -> str:
-    low = f"at least {_number(key.low)}" if key.low is not None else ""
-    low = f"above {_number(key.above)}" if key.above is not None else low
-    high = f"at most {_number(key.high)}" if key.high is not None else ""
-    return "".join(f", {part}" for part in (low, high) if part)
-
-
-def _number(value: float) -> str:
-    return f"{value:g}" if value != int(value) or value > 1e10 else f"{int(value):,}"
 
 
 def _cell(text: str) -> str:
