@@ -2,7 +2,8 @@
 
 A fenced block with ``title="path"`` is a file. A command is a line of an indented block, or of a
 fenced one without a language or in a shell's, that begins with a program's name; lines that end
-with a backslash go on. Everything else in blocks is what is printed.
+with a backslash go on. A fenced block in the language ``output`` is what the command before it
+prints; everything else in blocks only looks like it.
 """
 
 from __future__ import annotations
@@ -52,12 +53,25 @@ class Command:
         return words[1:] if words[:1] == ["foldpipe"] else None
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the command before it prints; ``...`` stands for lines that are left out."""
+
+    lines: tuple[str, ...]
+    place: str
+
+
 def steps(page: Path, root: Path) -> list[File | Command]:
     """Of one page."""
+    return [step for step in shown_steps(page, root) if not isinstance(step, Output)]
+
+
+def shown_steps(page: Path, root: Path) -> list[File | Command | Output]:
+    """Of one page, with what it says is printed."""
     return list(_steps(page.read_text(encoding="utf-8"), page.relative_to(root).as_posix()))
 
 
-def _steps(text: str, name: str) -> Iterator[File | Command]:
+def _steps(text: str, name: str) -> Iterator[File | Command | Output]:
     lines = text.split("\n")
     number = 0
     while number < len(lines):
@@ -71,6 +85,8 @@ def _steps(text: str, name: str) -> Iterator[File | Command]:
             title = _TITLE.search(fence[4])
             if title:
                 yield File(title[1], "\n".join(body) + "\n")
+            elif fence[3] == "output":
+                yield Output(tuple(line.rstrip() for line in body), f"{name}:{number + 1}")
             elif fence[3] in _SHELLS:
                 yield from _commands(body, name, number + 2)
             number = end + 1

@@ -195,6 +195,21 @@ def timeline_to_read() -> str:
     return svg([("1f1b, pp=4, 8 microbatches, gradients reduced", found)], title="a timeline")
 
 
+def fold_at_a_flush() -> str:
+    """The picture of docs/how/fold.md: four stages, two segments, a reduction of four forwards."""
+    rows = {
+        "1f1b, reduced at the flush": ("1f1b", "none"),
+        "interleaved_1f1b, reduced at the flush": ("interleaved_1f1b", "none"),
+        "foldx_fifo, each segment reduced as it ends": ("foldx_fifo", "grad_reduce"),
+    }
+    panels = []
+    for words, (name, overlap) in rows.items():
+        program = compile_program(schedule=name, pp=PP, num_microbatches=4, overlap=overlap)
+        found = simulate(program, UniformCosts(grad_reduce=4))
+        panels.append((f"{words}: a step takes {found.makespan:g}", found))
+    return svg(panels, title="Fold on 4 ranks, 4 microbatches, gradients reduced over replicas")
+
+
 def _page(name: str) -> str:
     schedule = SCHEDULES[name]
     first, rest = markdown(_docstring(schedule))
