@@ -52,11 +52,11 @@ modes (mode=NAME)
 {modes}
 
 keys people type
-  schedule=                   {schedules} schedules, e.g. 1f1b, zb_v, foldx_fifo
+  schedule=                   {schedules} options, e.g. 1f1b, zb_v, foldx_fifo
   pp= tp= dp= ep=             size of pipeline, tensor, data and expert parallelism
   num_microbatches=           microbatches per step and replica
   overlap= recompute=         gradient sync under compute; activations computed again
-  model=                      {models} models; model=hf: a folder; model=class: your module
+  model=                      {models} options; model=hf: a folder; model=class: your module
   data= data.global_batch_size= optimizer.lr= trainer.max_steps= trainer.precision=
   trainer.resume=auto         continue from the newest checkpoint
   hardware= costs=            the machine that predictions assume

@@ -9,7 +9,10 @@ commands typed, with few steps.
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -19,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import LaunchConfig
+from launcher.processes.local import our_path
 from launcher.processes.rank_server import SHARED
 from launcher.resolve import resolve
 from strategies.schedules import SCHEDULES
@@ -139,6 +143,8 @@ def _accept(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         optional = _project()["optional-dependencies"]
         asked = {".", *(f".[{extra}]" for extra in optional), *chain(*optional.values())}
         assert {*words[2:]} <= asked, command.place
+    elif words[0] == "python" and words[1].endswith(".py"):
+        compile((folder / words[1]).read_text(encoding="utf-8"), words[1], "exec")
     elif words[:2] == ["python", "-m"]:
         assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").is_file(), command.place
     else:
@@ -170,6 +176,20 @@ def _project() -> dict[str, dict[str, object]]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def run_script(script: str, folder: Path) -> str:
+    """What a page's own script prints."""
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -180,6 +200,8 @@ def test_a_page_can_be_followed(page: Path, tmp_path: Path) -> None:
             _write(step, tmp_path)
             continue
         words = step.launcher
+        if words is None and step.words[0] == "python" and step.words[1].endswith(".py"):
+            run_script(step.words[1], tmp_path)
         if words is None or _reason(step) is not None:
             continue
         mode = _mode(words)
