@@ -55,7 +55,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the command before it prints; ``...`` stands for lines that are left out."""
+    """What the command before it prints; ``...`` stands for lines, or for the rest of a line."""
 
     lines: tuple[str, ...]
     place: str
