@@ -296,8 +296,6 @@ _TRACKERS = ("csv", "none", "tensorboard", "wandb")
 _MEANT_WORDS = {
     **{(name, mode): f"schedule=foldx_{mode}" for name in ("foldx_mode", "fold_mode")
        for mode in ("fifo", "aiao")},
-    **{(name, said): f"tracking={name}" for name in ("wandb", "tensorboard")
-       for said in ("true", "online", "on", "yes", "1")},
     **{(name, said): "tracking=csv" for name in ("wandb", "tensorboard")
        for said in ("false", "disabled", "off", "no", "0", "none", "null")},
     ("wandb", "offline"): "tracking=wandb tracking.offline=true",

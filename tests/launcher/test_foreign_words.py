@@ -28,6 +28,8 @@ KEYS = {
     "num_device": "Try pp=, dp= and tp=",
     "data.dataset": "Try data=text data.path=/path/to/file.",
     "master_port": "Try cluster=torchrun",
+    "wandb": "wandb is not a key. Try tracking=wandb.",
+    "tensorboard": "tensorboard is not a key. Try tracking=tensorboard.",
     "prompt": "Try mode=generate generate.prompt=TEXT.",
     "name": "Try experiment_name=my_run.",
     "PP": "Did you mean pp?",
