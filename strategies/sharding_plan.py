@@ -50,7 +50,6 @@ class LayerShare:
         backward_bytes: The same for its backward.
         weight_bytes: Of all their weights, on one rank.
         seconds: Of a rank in a microbatch, forward and backward, messages included.
-        why: One sentence per choice that lost, with its price.
     """
 
     pattern: str
@@ -67,7 +66,6 @@ class LayerShare:
     backward_bytes: float = 0.0
     weight_bytes: float = 0.0
     seconds: float = 0.0
-    why: tuple[str, ...] = ()
 
     def matches(self, name: str) -> bool:
         return matches(self.pattern, name)
@@ -134,10 +132,7 @@ def plan_from_json(content: Mapping[str, Any]) -> FoundPlan:
         ModelError: It is something else.
     """
     try:
-        layers = tuple(
-            LayerShare(**{**entry, "why": tuple(map(str, entry["why"]))})
-            for entry in content["layers"]
-        )
+        layers = tuple(LayerShare(**entry) for entry in content["layers"])
         divided = tuple((str(pattern), str(own)) for pattern, own in content["divided"])
         unknown = tuple((str(op), str(at), float(cost)) for op, at, cost in content["unknown"])
         reasons = tuple(map(str, content["reasons"]))

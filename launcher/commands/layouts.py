@@ -45,7 +45,7 @@ from launcher.report.predicted import (
     run_mapping,
     write_pictures,
 )
-from launcher.report.result import metrics_mapping, write_atomically, write_result
+from launcher.report.result import metrics_mapping, write_result
 from launcher.report.summary import print_summary
 from launcher.resolve import resolve
 from launcher.terminal import say, terminal_width
@@ -147,18 +147,14 @@ def _explained_shardings(
 ) -> TensorPlan:
     # Few questions need these: a plan is asked for in a second, and most of it is imports.
     from launcher.planning.tensor_plan import tensor_plan
-    from launcher.report.plan_page import shardings_html
 
-    found = tensor_plan(
+    return tensor_plan(
         config,
         run_dir,
         tp,
         rows=layout.microbatch_size,
         num_microbatches=layout.num_microbatches,
-        explain=True,
     )
-    write_atomically(run_dir / "shardings.html", shardings_html(found.graph, found.picks))
-    return found
 
 
 def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:

@@ -10,7 +10,6 @@ from launcher.config import LaunchConfig
 from launcher.planning.model_trace import traced_operators
 from launcher.report.summary import format_duration
 from launcher.resolve import element_sizes
-from strategies.planner.shardings.operators import OperatorGraph
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
 from strategies.sharding_plan import FoundPlan, LayerShare
@@ -21,8 +20,6 @@ class TensorPlan:
     """A found plan, and what it is compared with.
 
     Attributes:
-        graph: The operators that were looked at.
-        picks: The number of each operator's choice.
         by_hand: The model's own plan with the same prices; None where it has none.
         fits: Whether its own plan goes with the shapes; if not, it is not priced.
         planned_s: What the planner's table has for a microbatch's forward and backward on these
@@ -31,8 +28,6 @@ class TensorPlan:
     """
 
     plan: FoundPlan
-    graph: OperatorGraph
-    picks: tuple[int, ...]
     by_hand: FoundPlan | None
     fits: bool = True
     planned_s: float | None = None
@@ -54,7 +49,6 @@ def tensor_plan(
     *,
     rows: int,
     num_microbatches: int,
-    explain: bool = False,
 ) -> TensorPlan:
     """The best shardings of the model over ``tp`` ranks, for microbatches of so many rows.
 
@@ -73,16 +67,15 @@ def tensor_plan(
         num_microbatches=num_microbatches,
     )
     planner = Planner(graph, prices, level=config.planner.level)
-    solved = planner.solved(explain=explain)
     by_hand = None
     if styles is not None:
         by_hand = planner.priced({name: (style,) for name, style in styles.items()})
     fits = styles is None or by_hand is not None
-    return TensorPlan(solved.plan, graph, solved.picks, by_hand, fits)
+    return TensorPlan(planner.found(), by_hand, fits)
 
 
 def tensor_plan_text(found: TensorPlan) -> str:
-    """Layer by layer: how it is cut, what is sent, and why other ways lost."""
+    """Layer by layer: how it is cut, and what is sent."""
     return "\n".join(_lines(found))
 
 
@@ -106,10 +99,8 @@ def _lines(found: TensorPlan) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(_HEAD, *cells, strict=True)]
     if rows:
         yield "  " + _row(_HEAD, widths)
-    for row, cell in zip(rows, cells, strict=True):
+    for cell in cells:
         yield "  " + _row(cell, widths)
-        if row.why:
-            yield f"      instead: {'; '.join(row.why)}"
     whole = [row.pattern for row in plan.layers if row.style == "replicated" and not row.partial]
     if whole:
         shown = ", ".join(whole[:_MOST_NAMES])

@@ -69,18 +69,17 @@ class LayerCall(NamedTuple):
     scores: bool  # Whether a loss takes its outputs where they are cut.
 
 
-def layer_choices(call: LayerCall) -> tuple[tuple[Choice, ...], tuple[tuple[str, str], ...]]:
-    """All choices, the uncut one first; and (style, reason) of those that sizes rule out."""
+def layer_choices(call: LayerCall) -> tuple[Choice, ...]:
+    """All choices that its sizes allow, the uncut one first."""
     finders = {"linear": _linear, "conv": _conv, "embedding": _embedding, "norm": _norm}
-    excluded: list[tuple[str, str]] = []
-    found = [Choice((WHOLE,), (WHOLE,), "replicated"), *finders[call.kind](call, excluded)]
+    found = [Choice((WHOLE,), (WHOLE,), "replicated"), *finders[call.kind](call)]
     possible = (*call.states, ENTERED, WHOLE)
     unique = dict.fromkeys(
         choice if call.free else replace(choice, inputs=())
         for choice in found
         if all(state in possible for state in choice.inputs)
     )
-    return tuple(unique), tuple(dict.fromkeys(excluded))
+    return tuple(unique)
 
 
 def products(call: LayerCall) -> tuple[int, int, int, int]:
@@ -101,42 +100,36 @@ def products(call: LayerCall) -> tuple[int, int, int, int]:
     return 0, 0, 0, 0
 
 
-def _linear(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Choice]:
+def _linear(call: LayerCall) -> Iterator[Choice]:
     outputs, inputs = call.made.shape[-1], call.given.shape[-1]
     flipped = not isinstance(call.layer, nn.Linear)
     dims = (1, 0) if flipped else (0, 1)
-    yield from _by_column(call, outputs, call.made.dim() - 1, dims[0], excluded)
+    yield from _by_column(call, outputs, call.made.dim() - 1, dims[0])
     if call.scores:
         share = -(-outputs // call.tp) / outputs
         yield Choice(
             (_entered(call),), (str(Cut(call.made.dim() - 1, scores=True)),), "vocabulary",
             share, share, split_dim=dims[0], whole_output=False,
         )  # fmt: skip
-    yield from _by_row(call, inputs, call.given.dim() - 1, dims[1], excluded)
+    yield from _by_row(call, inputs, call.given.dim() - 1, dims[1])
     yield from _alongside(call, call.given.dim() - 1)
 
 
-def _conv(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Choice]:
+def _conv(call: LayerCall) -> Iterator[Choice]:
     layer: Any = call.layer
     if call.given.dim() != len(layer.kernel_size) + 2 or layer.padding_mode != "zeros":
-        excluded.append(("column", "only convolutions of a batch, padded by zeros, are cut"))
         return
     flipped = isinstance(layer, _TRANSPOSED)
     if layer.groups == 1:
-        yield from _by_column(call, layer.out_channels, 1, int(flipped), excluded)
-        yield from _by_row(call, layer.in_channels, 1, 1 - int(flipped), excluded)
+        yield from _by_column(call, layer.out_channels, 1, int(flipped))
+        yield from _by_row(call, layer.in_channels, 1, 1 - int(flipped))
     elif layer.groups % call.tp == 0:
         yield from _channels(call, layer.out_channels // layer.groups)
-    else:
-        excluded.append(("column", f"{layer.groups} groups are not divisible by {call.tp}"))
 
 
-def _embedding(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Choice]:
+def _embedding(call: LayerCall) -> Iterator[Choice]:
     layer: Any = call.layer
     if layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq or call.free:
-        excluded.append(
-            ("vocabulary", "max_norm, scale_grad_by_freq and sparse tables are not cut")
-        )
         return
     size = _size(call.made)
     share = -(-layer.num_embeddings // call.tp) / layer.num_embeddings
@@ -144,7 +137,6 @@ def _embedding(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Cho
         yield Choice((), (WHOLE,), "vocabulary", 1.0, share, (Message("sum", size),), split_dim=0)
     width = layer.embedding_dim
     if width % call.tp:
-        excluded.append(("column", f"a width of {width} is not divisible by {call.tp}"))
         return
     part = 1 / call.tp
     yield Choice(
@@ -154,27 +146,22 @@ def _embedding(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Cho
     yield Choice((), (WHOLE,), "column", part, part, (Message("gather", size),), split_dim=1)
 
 
-def _norm(call: LayerCall, excluded: list[tuple[str, str]]) -> Iterator[Choice]:
+def _norm(call: LayerCall) -> Iterator[Choice]:
     layer: Any = call.layer
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         yield from _alongside(call, call.given.dim() - len(layer.normalized_shape))
         return
     if isinstance(layer, nn.GroupNorm):
         if layer.num_groups % call.tp:
-            reason = f"{layer.num_groups} groups are not divisible by {call.tp}"
-            excluded.append(("column", reason))
             return
         yield from _channels(call, layer.num_channels // layer.num_groups)
     elif layer.num_features % call.tp == 0:
         yield from _channels(call, 1)
 
 
-def _by_column(
-    call: LayerCall, count: int, dim: int, split_dim: int, excluded: list[tuple[str, str]]
-) -> Iterator[Choice]:
+def _by_column(call: LayerCall, count: int, dim: int, split_dim: int) -> Iterator[Choice]:
     """Outputs are cut: left so, or gathered."""
     if count % call.tp:
-        excluded.append(("column", f"{count} outputs are not divisible by {call.tp}"))
         return
     part, entered = 1 / call.tp, _entered(call)
     for segments in (1, *_SEGMENTS) if call.kind == "linear" else (1,):
@@ -187,12 +174,9 @@ def _by_column(
     yield Choice((entered,), (WHOLE,), "column", part, part, gathered, split_dim=split_dim)
 
 
-def _by_row(
-    call: LayerCall, count: int, dim: int, split_dim: int, excluded: list[tuple[str, str]]
-) -> Iterator[Choice]:
+def _by_row(call: LayerCall, count: int, dim: int, split_dim: int) -> Iterator[Choice]:
     """Inputs are cut already, or each rank takes its share of them; outputs are summed."""
     if count % call.tp:
-        excluded.append(("row", f"{count} inputs are not divisible by {call.tp}"))
         return
     part, summed = 1 / call.tp, Message("sum", _size(call.made))
     yield Choice(

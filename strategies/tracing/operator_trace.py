@@ -127,7 +127,7 @@ class _Graph:
         free = id(given) in self.numbers
         states = self.states[self.numbers[id(given)]] if free else (WHOLE,)
         call = LayerCall(layer, kind, given, states, made, free, self.tp, self.scores)
-        choices, excluded = layer_choices(call)
+        choices = layer_choices(call)
         own = tuple(self.names[id(p)] for p in layer.parameters())
         weights = sum(_size(parameter) for parameter in layer.parameters())
         rows, columns, inner, batch = products(call)
@@ -137,7 +137,7 @@ class _Graph:
             Operator(
                 event.module, type(layer).__name__, kind, inputs, (output,), choices,
                 2.0 * rows * columns * inner * batch, (rows, columns, inner, batch),
-                _size(given) + _size(made), own, weights, excluded,
+                _size(given) + _size(made), own, weights,
             )
         )  # fmt: skip
 
@@ -243,78 +243,26 @@ def _in_place(
 
 
 def _without_dead_ends(operators: Sequence[Operator], ends: set[int]) -> list[Operator]:
-    """Without choices whose outputs nobody takes in that state; what leaves the step is whole.
-
-    Layers whose outputs may not be left cut say what they do not go through.
-    """
+    """Without choices whose outputs nobody takes in that state; what leaves the step is whole."""
     accepted: dict[int, set[str]] = {number: {WHOLE, ENTERED} for number in ends}
-    ways = _Ways()
     found: list[Operator] = []
     for operator in reversed(operators):
-        choices, lost = [], {}
-        for choice in operator.choices:
-            stop = _stop(operator, choice, accepted)
-            if stop is None:
-                choices.append(choice)
-            else:
-                lost[choice] = ways.end(*stop)
+        choices = [choice for choice in operator.choices if _is_taken(operator, choice, accepted)]
         for place, number in enumerate(operator.inputs):
             taken = {choice.inputs[place] for choice in choices}
             accepted[number] = accepted[number] & taken if number in accepted else taken
-        ways.note(operator, lost)
-        found.append(
-            replace(operator, choices=tuple(choices), excluded=_reasons(operator, choices, lost))
-        )
+        found.append(replace(operator, choices=tuple(choices)))
     return found[::-1]
 
 
-class _Ways:
-    """How far values in given states get."""
-
-    def __init__(self) -> None:
-        self._readers: dict[int, list[tuple[Operator, frozenset[str]]]] = {}
-        self._ends: dict[tuple[int, str], Operator | None] = {}
-
-    def note(self, operator: Operator, lost: Mapping[Choice, Operator | None]) -> None:
-        """An operator, and of the choices that it cannot make, what stops them."""
-        for place, number in enumerate(operator.inputs):
-            taken = frozenset(choice.inputs[place] for choice in operator.choices)
-            self._readers.setdefault(number, []).append((operator, taken))
-            for choice, last in lost.items():
-                self._ends[number, choice.inputs[place]] = last or operator
-
-    def end(self, number: int, state: str) -> Operator | None:
-        """The operator that such a value does not go through; None where it leaves the step."""
-        for operator, taken in reversed(self._readers.get(number, [])):
-            if state not in taken:
-                return operator
-        return self._ends.get((number, state))
-
-
-def _stop(
-    operator: Operator, choice: Choice, accepted: Mapping[int, Collection[str]]
-) -> tuple[int, str] | None:
-    """An output that nobody takes as a choice leaves it."""
-    for number, state in zip(operator.outputs, choice.outputs, strict=True):
-        known = accepted.get(number)
-        if known is None or state in known or (state == WHOLE and ENTERED in known):
-            continue
-        return number, state
-    return None
-
-
-def _reasons(
-    operator: Operator, left: Sequence[Choice], lost: Mapping[Choice, Operator | None]
-) -> tuple[tuple[str, str], ...]:
-    """Of a layer whose outputs cannot stay cut."""
-    if operator.kind is None or any(not choice.whole_output for choice in left):
-        return operator.excluded
-    stop = next((stop for choice, stop in lost.items() if choice.style == "column"), None)
-    if stop is None:
-        return operator.excluded
-    where = f" in {stop.name}" if stop.name else ""
-    reason = f"its outputs, cut, do not go through {stop.operation}{where}"
-    return (*operator.excluded, ("column", reason))
+def _is_taken(operator: Operator, choice: Choice, accepted: Mapping[int, Collection[str]]) -> bool:
+    """Whether all that read its outputs take them as the choice leaves them."""
+    return all(
+        (known := accepted.get(number)) is None
+        or state in known
+        or (state == WHOLE and ENTERED in known)
+        for number, state in zip(operator.outputs, choice.outputs, strict=True)
+    )
 
 
 def _shared(operators: Sequence[Operator]) -> tuple[Operator, ...]:

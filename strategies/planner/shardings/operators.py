@@ -24,7 +24,7 @@ from strategies.small_file import parse_json
 
 WHOLE, ENTERED = "R", "E"
 FORMAT = "foldpipe-operators"
-VERSION = 2
+VERSION = 3
 
 MessageKind = Literal["sum", "gather"]
 
@@ -106,7 +106,6 @@ class Operator:
         moved: Elements that a forward reads and writes.
         parameters: Names of its weights.
         weights: Elements of all of them.
-        excluded: (style, reason) of ways to cut it that its sizes rule out.
     """
 
     name: str
@@ -120,7 +119,6 @@ class Operator:
     moved: float = 0.0
     parameters: tuple[str, ...] = ()
     weights: float = 0.0
-    excluded: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +213,10 @@ def _choice(entry: Mapping[str, Any]) -> Choice:
 
 
 def _operator(entry: Sequence[Any], tables: Sequence[tuple[Choice, ...]]) -> Operator:
-    name, operation, kind, inputs, outputs, table, flops, product, moved, own, size, ruled = entry
+    name, operation, kind, inputs, outputs, table, flops, product, moved, own, size = entry
     operator = Operator(
         str(name), str(operation), kind, tuple(inputs), tuple(outputs), tables[table],
         float(flops), tuple(product), float(moved), tuple(own), float(size),
-        tuple((str(style), str(reason)) for style, reason in ruled),
     )  # fmt: skip
     if any(
         len(choice.inputs) != len(operator.inputs) or len(choice.outputs) != len(operator.outputs)

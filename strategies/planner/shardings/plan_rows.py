@@ -1,4 +1,4 @@
-"""From the search's choices to a ``FoundPlan``: rows per pattern, and why other choices lost."""
+"""From the search's choices to a ``FoundPlan``: rows per pattern."""
 
 from __future__ import annotations
 
@@ -68,19 +68,15 @@ class Planner:
         """The best plan without what is banned."""
         return self.solved(bans).plan
 
-    def solved(self, bans: Sequence[Ban] = (), *, explain: bool = False) -> Solved:
-        """The same, and what each operator does; with ``explain`` it says why others lost."""
+    def solved(self, bans: Sequence[Ban] = ()) -> Solved:
+        """The same, and what each operator does."""
         banned = self._numbers(bans)
         best = self._search.best(banned)
         small = self._too_small(best, banned)
         if small:
             bans = (*bans, *(Ban(p, _too_little(), ("column", "row")) for p in small))
-            banned = self._numbers(bans)
-            best = self._search.best(banned)
-        rows = self._rows(best.picks)
-        if explain:
-            rows = [self._reasoned(row, best, banned, bans) for row in rows]
-        return Solved(self._plan(best.picks, rows, bans), best.picks)
+            best = self._search.best(self._numbers(bans))
+        return Solved(self._plan(best.picks, self._rows(best.picks), bans), best.picks)
 
     def priced(self, styles: Mapping[str, Collection[str]]) -> FoundPlan | None:
         """The best plan of given styles, by layer name; None where they do not fit together.
@@ -296,89 +292,11 @@ class Planner:
             seconds=price.seconds,
         )
 
-    # -- why others lost ---------------------------------------------------------------------------
-
-    def _reasoned(
-        self,
-        row: LayerShare,
-        best: Found,
-        banned: set[tuple[int, int]],
-        bans: Sequence[Ban],
-    ) -> LayerShare:
-        """With a sentence for each other way to cut the first of the row's layers."""
-        numbers = [
-            n
-            for n, o in enumerate(self.graph.operators)
-            if o.kind is not None and row.matches(o.name)
-        ]
-        if not numbers:
-            return row
-        first = numbers[0]
-        operator = self.graph.operators[first]
-        taken = operator.choices[best.picks[first]]
-        why = []
-        for words in dict.fromkeys(map(_words, operator.choices)):
-            if words == _words(taken):
-                continue
-            others = {
-                (first, index)
-                for index, choice in enumerate(operator.choices)
-                if _words(choice) != words
-            }
-            excluded = [
-                ban.reason
-                for ban in bans
-                for choice in operator.choices
-                if _words(choice) == words and ban.hits(operator.name, choice)
-            ]
-            if excluded:
-                why.append(f"{words}: {excluded[0]}")
-                continue
-            try:
-                other = self._search.best(banned | others)
-            except ModelError:
-                why.append(f"{words}: does not fit what shares its weights")
-                continue
-            more = other.seconds - best.seconds
-            weights = (
-                self.prices.of(operator, _first(operator, words)).weight_bytes
-                - self.prices.of(operator, taken).weight_bytes
-            )
-            why.append(f"{words}: {_signed(more)}{_more_weights(weights)}")
-        why += [f"{style}: {reason}" for style, reason in operator.excluded]
-        return replace(row, why=tuple(why))
-
 
 def _inner_pattern(name: str) -> str:
     """With stars for numbers, but for one at the end: a place in a Sequential."""
     front, _, last = name.rpartition(".")
     return f"{pattern_of(front)}.{last}" if front else name
-
-
-def _first(operator: Operator, words: str) -> Choice:
-    return next(choice for choice in operator.choices if _words(choice) == words)
-
-
-def _words(choice: Choice) -> str:
-    """A choice in words: equal for those that differ only in what they follow from."""
-    style = choice.style or "replicated"
-    if style == "column" and choice.whole_output:
-        return "column, gathered"
-    if style == "row" and choice.whole_input:
-        return "row of a whole input"
-    if style == "replicated" and choice.partial:
-        return "replicated, on a share"
-    return style
-
-
-def _signed(seconds: float) -> str:
-    return f"{seconds * _SHOWN_US:+.0f} us"
-
-
-def _more_weights(num_bytes: float) -> str:
-    if abs(num_bytes) < 1:
-        return ""
-    return f", {num_bytes / 1e6:+.3g} MB of weights"
 
 
 def _too_little() -> str:

@@ -129,15 +129,6 @@ def test_an_attention_whose_heads_do_not_come_out_even_stays_whole():
     assert styles(plan)["layers.*.up"] == "column"
 
 
-def test_what_keeps_a_layer_whole_is_named():
-    model = Language(width=60, heads=3, kv_heads=3)
-    (graph,) = trace_operators(model, tokens(512), 4, [2])
-    query = next(operator for operator in graph.operators if operator.name == "layers.0.query")
-    assert query.excluded == (
-        ("column", "its outputs, cut, do not go through aten.view.default in layers.0"),
-    )
-
-
 class Scaled(nn.Embedding):
     def forward(self, ids):
         return super().forward(ids) * 2
