@@ -409,7 +409,7 @@ def _check_sweep(config: LaunchConfig, flags: Flags) -> None:
     if config.mode == "collect" and multirun:
         raise PlanError("mode=collect compares one sweep. Try it without -m.")
     if config.mode == "dashboard" and multirun:
-        raise PlanError("mode=dashboard saves one workspace. Try it without -m.")
+        raise PlanError("mode=dashboard saves one view. Try it without -m.")
     if sweep.dir is not None and config.mode != "collect":
         raise PlanError(
             f"sweep.dir={sweep.dir} is read by mode=collect, not by mode={config.mode}. "

@@ -132,14 +132,19 @@ _WANDB_LETTERS = 40
 
 
 def has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+    """Whether wandb finds a login: in its variables, or where ``wandb login`` puts it."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import netrc
+    from urllib.parse import urlsplit
 
+    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname
     try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
+        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
+    # wandb's own server is api.forge.coreweave.com, and was api.wandb.ai.
+    return any("wandb" in host or "coreweave" in host or host == own for host in hosts)
 
 
 def check_wandb_key(offline: bool | str) -> None:

@@ -152,7 +152,9 @@ def by_host(hosts: Mapping[int, str]) -> str:
 
 # ---------------------------------------------------------------------------- optional packages
 
-_OPTIONAL = ("optuna>=5", "scipy>=1.14", "tensorboard>=2.16", "transformers>=5")
+_OPTIONAL = (
+    "optuna>=5", "scipy>=1.14", "tensorboard>=2.16", "transformers>=5", "wandb-workspaces>=0.4.13",
+)  # fmt: skip
 
 
 def install_words(package: str) -> str:

@@ -50,7 +50,7 @@ def test_messages_ask_for_what_the_extras_ask_for() -> None:
     extras = PROJECT["optional-dependencies"]
     for name, package in (
         ("hf", "transformers"), ("optuna", "optuna"), ("plan", "scipy"),
-        ("tensorboard", "tensorboard"),
+        ("tensorboard", "tensorboard"), ("dashboard", "wandb-workspaces"),
     ):  # fmt: skip
         assert extras[name] == [install_words(package).removeprefix("pip install ").strip("'")]
 

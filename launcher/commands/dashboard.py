@@ -1,147 +1,104 @@
-"""Saves the workspace of ``workspace.json`` in a W&B project, over its GraphQL interface.
+"""``mode=dashboard``: one view of a W&B project, with predicted next to measured metrics.
 
-What is sent is what wandb-workspaces would send; neither that package nor wandb is imported, so the
-parent stays quick. The view's name inside the project is fixed: pushing again replaces it.
+wandb-workspaces makes it. The view's name inside the project is fixed, so a second call updates it.
+docs/reference/metrics.md has the names of the metrics, docs/guides/dashboards.md every panel.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import netrc
-import os
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any
-from urllib.parse import urlsplit
+import contextlib
+from typing import TYPE_CHECKING
 
 from launcher.config import LaunchConfig
+from launcher.secrets import has_wandb_key
 from launcher.terminal import say
-from strategies.errors import PlanError, RunError
+from strategies.errors import PlanError, RunError, install_words, one_line
 
-VIEW, TITLE = "nw-foldpipe000-v", "foldpipe"
-_HOST = "https://api.wandb.ai"
-_TIMEOUT_S = 20.0
-_VIEWER = "query Viewer { viewer { entity username } }"
-_UPSERT = (
-    "mutation UpsertView2($id: ID, $entityName: String, $projectName: String, $type: String, "
-    "$name: String, $displayName: String, $description: String, $spec: String) { "
-    "upsertView(input: {id: $id, entityName: $entityName, projectName: $projectName, name: $name, "
-    "displayName: $displayName, description: $description, type: $type, spec: $spec, "
-    "createdUsing: WANDB_SDK}) { view { id name } inserted } }"
-)
+if TYPE_CHECKING:
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.workspaces import Section
 
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Where to push, and as whom.
-
-    Attributes:
-        host: Of the interface, with its scheme.
-        key: Sent to that host alone, never printed.
-    """
-
-    host: str
-    key: str
-
-    def __repr__(self) -> str:
-        return f"Account({self.host})"
-
-
-def _find_account() -> Account:
-    """The key that ``wandb login`` or WANDB_API_KEY has set up for WANDB_BASE_URL."""
-    host = (os.environ.get("WANDB_BASE_URL") or _HOST).rstrip("/")
-    parts = urlsplit(host)
-    local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-    if parts.scheme != "https" and not (parts.scheme == "http" and local):
-        raise PlanError(
-            f"WANDB_BASE_URL={host}: the key would travel in plain text. Try an https address."
-        )
-    key = os.environ.get("WANDB_API_KEY") or _from_netrc(parts.hostname or "")
-    if not key:
-        raise PlanError(
-            "mode=dashboard saves a workspace in your W&B project, and no key is set up for "
-            f"{host}. Try `wandb login`, or export WANDB_API_KEY."
-        )
-    return Account(host, key)
-
-
-def definition() -> str:
-    """The workspace's specification as JSON in one line."""
-    text = (files("launcher.commands") / "workspace.json").read_text(encoding="utf-8")
-    return json.dumps(json.loads(text), separators=(",", ":"))
-
-
-def _push(account: Account, *, project: str, entity: str | None) -> str:
-    """Saves the workspace; returns its address. ``entity`` None is the account's default."""
-    if entity is None:
-        viewer = _ask(account, _VIEWER, {}).get("viewer") or {}
-        entity = viewer.get("entity") or viewer.get("username")
-        if not entity:
-            raise RunError(f"{account.host} does not know the key. Try `wandb login --relogin`.")
-    variables = {
-        "entityName": entity,
-        "projectName": project,
-        "name": VIEW,
-        "displayName": TITLE,
-        "type": "project-view",
-        "description": "",
-        "spec": definition(),
-    }
-    _ask(account, _UPSERT, variables)
-    # The interface of the public service lives beside the pages that people see.
-    site = "https://wandb.ai" if account.host == _HOST else account.host
-    return f"{site}/{entity}/{project}?nw={VIEW.removeprefix('nw-').removesuffix('-v')}"
-
-
-def _ask(account: Account, query: str, variables: dict[str, Any]) -> dict[str, Any]:
-    body = json.dumps({"query": query, "variables": variables}).encode()
-    token = base64.b64encode(f"api:{account.key}".encode()).decode()
-    request = urllib.request.Request(
-        f"{account.host}/graphql",
-        data=body,
-        headers={"Content-Type": "application/json", "Authorization": f"Basic {token}"},
-    )
-    opener = urllib.request.build_opener(_NoRedirect)
-    try:
-        with opener.open(request, timeout=_TIMEOUT_S) as response:
-            answer = json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        hint = " Try `wandb login --relogin`." if error.code in (401, 403) else ""
-        raise RunError(f"{account.host} answered {error.code} {error.reason}.{hint}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise RunError(f"{account.host} cannot be reached: {reason}. Nothing was saved.") from None
-    problems = answer.get("errors") if isinstance(answer, dict) else "no JSON object"
-    if problems:
-        raise RunError(f"{account.host} refuses the dashboard: {json.dumps(problems)[:300]}")
-    found: dict[str, Any] = answer.get("data") or {}
-    return found
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to another host."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        """Follows none."""
-
-
-def _from_netrc(host: str) -> str | None:
-    try:
-        found = netrc.netrc().authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        return None
-    return None if found is None else found[2]
-
-
-# ``mode=dashboard``: the workspace of the repository, saved in a W&B project.
+VIEW, TITLE, AXIS = "foldpipe000", "foldpipe", "trainer/global_step"
 
 
 def run(config: LaunchConfig) -> int:
-    """Pushes it; leaves no run folder."""
-    account = _find_account()
-    address = _push(account, project=config.tracking.project, entity=config.tracking.entity)
+    """Saves or updates the view; without a login prints what it would save. No run folder."""
+    project = config.tracking.project
+    try:
+        import wandb
+        import wandb_workspaces.workspaces as ws
+    except ModuleNotFoundError as error:
+        fix = f"Try {install_words('wandb-workspaces')}."
+        raise PlanError("mode=dashboard needs the package wandb-workspaces.", fix=fix) from error
+    if not has_wandb_key():
+        say(f"dashboard: no login, so nothing was saved. View {TITLE} of project {project}:")
+        for section in sections():
+            say(f"  {section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
+        say("dashboard: to save it, run `wandb login` and this command again")
+        return 0
+    try:
+        api = wandb.Api(timeout=20)
+        entity = config.tracking.entity or api.default_entity
+        view = ws.Workspace(
+            name=TITLE,
+            entity=entity,
+            project=project,
+            sections=sections(),
+            settings=ws.WorkspaceSettings(x_axis=AXIS),
+        )
+        view._internal_name = f"nw-{VIEW}-v"
+        with contextlib.suppress(ValueError):  # The project has none yet.
+            address = f"{api.settings['base_url']}/{entity}/{project}?nw={VIEW}"
+            view._internal_id = ws.Workspace.from_url(address)._internal_id
+        address = view.save().url
+    except Exception as error:  # of wandb, of its transport, of the server
+        fix = "Check `wandb login --relogin`, tracking.entity and tracking.project."
+        raise RunError(f"W&B did not save the dashboard: {one_line(error)}.", fix=fix) from error
     say(f"dashboard: {address}")
     return 0
+
+
+def sections() -> list[Section]:
+    """Of the view, top to bottom."""
+    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.workspaces import Section
+
+    def lines(title: str, *names: str) -> LinePlot:
+        return wr.LinePlot(title=title, x=AXIS, y=list(names))
+
+    def pair(title: str, name: str) -> LinePlot:
+        return lines(title, f"measured/{name}", f"predicted/{name}")
+
+    def ranks(which: str) -> LinePlot:
+        pattern = f"{which}/peak_memory_bytes/.*"
+        return wr.LinePlot(title=f"{which} peak memory", x=AXIS, metric_regex=pattern)
+
+    layout = ("schedule", "pp", "dp", "tp", "num_microbatches")
+    summary = ("predicted/step_time_s", "measured/step_time_s", "measured/bubble_ratio",
+               "tokens_per_s", "loss_last")  # fmt: skip
+    axes = [*(wr.Config(f"layout.{name}") for name in layout), *map(wr.SummaryMetric, summary)]
+    columns = [wr.ParallelCoordinatesPlotColumn(metric=axis) for axis in axes]
+    predicted, measured = map(wr.SummaryMetric, summary[:2])
+    made = {
+        "Loss": [
+            lines("loss", "train_loss", "val_loss"),
+            lines("learning rate", "lr"),
+            lines("gradient norm", "grad_norm"),
+        ],
+        "Step time, predicted and measured": [
+            pair("step time", "step_time_s"),
+            lines("tokens per second", "tokens_per_s"),
+            lines("model FLOPs utilization", "mfu"),
+        ],
+        "Bubble and exposed reduction": [
+            pair("bubble", "bubble_ratio"),
+            pair("exposed reduction", "exposed_grad_reduce_s"),
+        ],
+        "Memory per rank": [ranks("measured"), ranks("predicted")],
+        "Sweep": [
+            wr.ParallelCoordinatesPlot(title="parallel coordinates", columns=columns),
+            wr.ScatterPlot(title="predicted and measured step time", x=predicted, y=measured),
+        ],
+        "Timeline": [wr.MediaBrowser(title="timeline", media_keys=["timeline"])],
+    }
+    return [Section(name=name, panels=panels, is_open=True) for name, panels in made.items()]

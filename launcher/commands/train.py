@@ -23,15 +23,9 @@ from launcher.planning.profile_check import writable, write_refined
 from launcher.processes.progress import ProgressView, pruned
 from launcher.report.closing_report import print_closing, write_report
 from launcher.report.html import Panel
-from launcher.report.predicted import (
-    memory_note,
-    peak_mapping,
-    predict,
-    predicted_mapping,
-    step_flops,
-    write_pictures,
-)
+from launcher.report.predicted import memory_note, predict, write_pictures
 from launcher.report.result import write_result
+from launcher.report.tracked import after_training, before_training
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 from strategies.analysis.metrics import Metrics
@@ -56,10 +50,8 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     predicted = Panel("predicted", timeline, metrics)
     write_pictures(run_dir, [predicted], resolved)
     _announce(resolved, checkpoint, run_dir)
-    common = predicted_mapping(resolved, metrics)
-    result = run_dir / "result.json"
     with (
-        failure_recorded(result, common),
+        failure_recorded(run_dir / "result.json", before_training(resolved, metrics)),
         ProgressView(
             enabled=config.trainer.enable_progress_bar, total=config.trainer.max_steps
         ) as view,
@@ -82,7 +74,6 @@ def finish(
         timeline, metrics = predict(resolved)
         known = Panel("predicted", timeline, metrics), metrics
     predicted, metrics = known
-    common = predicted_mapping(resolved, metrics)
     result = run_dir / "result.json"
     # What only the ranks know of a user's own model.
     skips = tuple((source, target) for source, target in outcome.pop("skips"))
@@ -93,8 +84,7 @@ def finish(
         exchanges=tuple(outcome.pop("exchanges")),
     )
     measured = _measured(ran, outcome.pop("timeline"))
-    figures = common | outcome | _beside(resolved, metrics, measured)
-    figures["measured_peak_memory_bytes"] = outcome.get("peak_memory_bytes")
+    figures = after_training(before_training(resolved, metrics), outcome, measured)
     with failure_recorded(result, figures):  # the training itself is done
         if measured is not None:
             panel = Panel(
@@ -145,30 +135,3 @@ def _measured(plan: Plan, rows: dict[str, Any] | None) -> Timeline | None:
     start = tuple(tuple(row) for row in rows["start"])
     end = tuple(tuple(row) for row in rows["end"])
     return Timeline(compile_plan(plan).train, start, end, "s", "measured")
-
-
-def _beside(run: Run, predicted: Metrics, measured: Timeline | None) -> dict[str, object]:
-    """Measured figures under their own names, next to what was predicted for them."""
-    seconds = predicted.time_unit == "s"
-    waits = run.config.trainer.waits_at_flush and run.options.post_validation is not True
-    steady = predicted.makespan if waits else predicted.period
-    accumulation = run.config.trainer.accumulate_grad_batches
-    if measured is None:
-        took = None
-    else:  # without a flush a step is one batch of the steady state, as it is where it is predicted
-        took = measured.makespan if predicted.synchronous else measured.period
-    return {
-        "num_active_parameters": run.num_active_parameters or run.num_parameters,
-        "model_flops_per_step": step_flops(run),
-        **peak_mapping(run.config),
-        "predicted_step_time_s": steady * accumulation if seconds else None,
-        "measured_makespan_s": took,
-        "measured_period_s": None if measured is None else measured.period,
-        "measured_bubble_ratio": None if measured is None else measured.bubble_ratio,
-        "measured_exposed_grad_reduce_s": (
-            None if measured is None else measured.exposed_grad_reduce
-        ),
-        "predicted_peak_memory_bytes": (
-            None if None in predicted.peak_memory_bytes else list(predicted.peak_memory_bytes)
-        ),
-    }

@@ -20,6 +20,7 @@ from launcher.checkpoints import hold
 from launcher.compose.execute import Command, JobTask, RunFolder, into_folder
 from launcher.compose.session import CONFIG_NAME
 from launcher.config import LaunchConfig
+from launcher.config.running import LONGEST_TAG
 from launcher.processes.failure import explained
 from launcher.report.sweep.sweep_jobs import Stamps, asked_figures, file_stamps
 from launcher.secrets import MaskedStream
@@ -105,7 +106,7 @@ class JobStarter:
         return Ended(index, task.code, task.error, asked)
 
     def _of_sweep(self, config: LaunchConfig) -> LaunchConfig:
-        config = grouped(config, self.folder)
+        config = tagged(config, self.folder)
         if config.sweep.prune_at:  # jobs find each other there
             config = replace(config, sweep=replace(config.sweep, dir=str(self.folder)))
         return config
@@ -192,9 +193,7 @@ def job_output(folder: Path) -> Iterator[None]:
         yield
 
 
-def grouped(config: LaunchConfig, folder: Path) -> LaunchConfig:
-    """Trackers show the jobs of a sweep together, unless somebody has named another group."""
-    if config.tracking.group is not None:
-        return config
-    group = f"{config.experiment_name} {folder.parent.name} {folder.name}"
-    return replace(config, tracking=replace(config.tracking, group=group))
+def tagged(config: LaunchConfig, folder: Path) -> LaunchConfig:
+    """W&B finds the jobs of a sweep by one tag; its groups are runs of one schedule and size."""
+    tag = f"sweep {folder.parent.name} {folder.name}"[:LONGEST_TAG]
+    return replace(config, tracking=replace(config.tracking, tags=(*config.tracking.tags, tag)))

@@ -47,7 +47,7 @@ MODES: dict[Mode, str] = {
     "generate": "continue a text with a checkpoint",
     "export": "write a checkpoint as one file, or for transformers",
     "collect": "compare the jobs of a sweep",
-    "dashboard": "save the workspace in your W&B project",
+    "dashboard": "save a view in your W&B project",
     "check": "tell whether the schedule in schedule.file can run",
     "explain": "tell what took the time in traces of torch.profiler",
 }

@@ -140,6 +140,7 @@ class TrainerConfig:
         return self.gradient_clip_val is not None or self.on_nan != "ignore"
 
 
+LONGEST_TAG = 64  # characters, of W&B
 TrackerName = Literal["csv", "wandb", "tensorboard", "none"]
 
 
@@ -152,12 +153,20 @@ class TrackingConfig:
         "csv: metrics.csv only; none: not even a logger in Lightning; several at once: "
         "tracking=[wandb,tensorboard].",
     )
-    project: str = key("foldpipe", "wandb: project.")
+    project: str = key("foldpipe", "wandb: project, also of the view that mode=dashboard saves.")
     entity: str | None = key(None, "wandb: team or user; null = your default.", example="my-team")
-    group: str | None = key(None, "wandb: group of runs; null = experiment_name.", example="sweep")
-    tags: tuple[str, ...] = key((), "wandb: tags.", example=["baseline"])
+    group: str | None = key(
+        None,
+        "wandb: group of runs; null = schedule and sizes, zb_v pp=4 dp=2 tp=1.",
+        example="mine",
+    )
+    tags: tuple[str, ...] = key(
+        (),
+        "wandb: tags besides schedule, sizes, experiment_name and the sweep's folder.",
+        example=["baseline"],
+    )
     offline: Literal["auto"] | bool = key(
-        "auto", "wandb: write locally only; auto = where no key is set up."
+        "auto", "wandb: write locally only, for `wandb sync`; auto = without a login."
     )
 
     @property

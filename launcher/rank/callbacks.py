@@ -141,7 +141,6 @@ class Progress(pl.Callback):
     losses: list[float] = field(default_factory=list)
     val_loss: float | None = None
     follow: Callable[[Mapping[str, Any], Sequence[int]], None] | None = None
-    tracked_at: str | None = None  # where trackers keep the run, in words
     _peaks: Sequence[int] = ()
     _pending: dict[str, Any] | None = None
     _pending_pass: int = -1
@@ -151,16 +150,28 @@ class Progress(pl.Callback):
     _events: int | None = None
     _beside: dict[str, float] = field(default_factory=dict)
     _trainer: pl.Trainer | None = None
+    _index: int | None = None  # under which Lightning logs the last step: it counts from 0
 
     def __post_init__(self) -> None:
         descriptor = os.environ.get("FOLDPIPE_EVENTS")
         self._events = None if descriptor is None else int(descriptor)
 
-    def beside(self, metrics: Mapping[str, object]) -> None:
-        """What others log by the trainer's logger: for the row of this step."""
-        known = {"epoch"} if self._trainer is None else {"epoch", *self._trainer.logged_metrics}
-        # What was logged by self.log is in the rows anyway, and comes here once more.
-        self._beside |= _numbers({k: v for k, v in metrics.items() if k not in known})
+    def collect(self, numbers: Mapping[str, float], step: int | None) -> None:
+        """Puts what was sent to the loggers into the row of its step.
+
+        ``step``: as Lightning counts, from 0; None and steps to come go to the next row.
+        """
+        trainer = self._trainer
+        if trainer is not None and trainer.validating:
+            connector: Any = trainer._logger_connector
+            if connector._first_loop_iter is not None:
+                return  # What an evaluation logs of each batch belongs to no step.
+        numbers = {name: value for name, value in numbers.items() if name != "epoch"}
+        if trainer is None or step is None or step != self._index:
+            self._beside |= numbers
+        elif numbers:
+            row = self._pending = self._pending or self._empty_row(trainer)
+            row |= {name: value for name, value in numbers.items() if row.get(name) is None}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._trainer = trainer
@@ -169,7 +180,6 @@ class Progress(pl.Callback):
         self._last = time.perf_counter()
         self._begun += self._last
         self._tell({"kind": "start", "step": trainer.global_step, "max_steps": trainer.max_steps})
-        self.note(self.tracked_at)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
@@ -182,10 +192,14 @@ class Progress(pl.Callback):
         took, self._last = now - self._last, now
         self.step_times.append(took)
         self._complete(pipeline(trainer).stats)
-        logged = _numbers(trainer.logged_metrics) | _numbers(trainer.progress_bar_metrics)
+        self._index = trainer.fit_loop.epoch_loop._batches_that_stepped
+        # What this step has logged, and not what a validation before it has.
+        connector: Any = trainer._logger_connector
+        current = connector.metrics
+        logged = numbers_of(current["log"]) | numbers_of(current["pbar"])
         beside, self._beside = self._beside, {}
         if "train_loss" not in logged:
-            logged |= _numbers({"train_loss": _loss_of(outputs)})
+            logged |= numbers_of({"train_loss": _loss_of(outputs)})
         loss = logged.get("train_loss")
         skipped = pipeline(trainer).skipped_steps
         left_out = bool(skipped) and skipped[-1] == trainer.global_step - 1
@@ -196,9 +210,7 @@ class Progress(pl.Callback):
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         rate = None if self.tokens_per_step is None else self.tokens_per_step / took
-        row = {name: None for name in _FIRST_COLUMNS} | {
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
+        row = self._empty_row(trainer) | {
             "step_time_s": took,
             "elapsed_s": now - self._begun,
             "tokens_per_s": rate,
@@ -232,15 +244,17 @@ class Progress(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.limit_val_batches == 0:
             return  # Ended by a signal: what it gives is of some batches only.
-        found = {k: v for k, v in _numbers(trainer.callback_metrics).items() if k[:4] == "val_"}
+        found = {k: v for k, v in numbers_of(trainer.callback_metrics).items() if k[:4] == "val_"}
         self.val_loss = found.get("val_loss", self.val_loss)
-        if self._pending is None:  # after a step that is not logged itself
-            self._pending = {name: None for name in _FIRST_COLUMNS}
-            self._pending |= {"step": trainer.global_step, "epoch": trainer.current_epoch}
-            self._pending_pass = -1
-        self._pending |= found
+        self._pending = (self._pending or self._empty_row(trainer)) | found
         self._tell({"kind": "validation", "step": trainer.global_step, **found})
         self._last = time.perf_counter()
+
+    def _empty_row(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Of the last step; one that is not logged by itself has no statistics."""
+        self._pending_pass = -1
+        row: dict[str, Any] = dict.fromkeys(_FIRST_COLUMNS)
+        return row | {"step": trainer.global_step, "epoch": trainer.current_epoch}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the last row; collective."""
@@ -302,12 +316,13 @@ def _loss_of(outputs: object) -> object:
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, value in metrics.items():
-        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
-            found[name.removesuffix("_step")] = float(value)
-    return found
+def is_number(value: object) -> bool:
+    return (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among logged values; Lightning's suffix for those of a step is dropped."""
+    return {k.removesuffix("_step"): float(v) for k, v in metrics.items() if is_number(v)}
 
 
 # A process of a DataLoader that has died: torch names its pid, which tells nobody anything.

@@ -36,7 +36,7 @@ from launcher.rank.checkpoint_callbacks import (
     StopWhenAsked,
 )
 from launcher.rank.own_parts import build_own_callbacks, build_own_data, build_own_model
-from launcher.rank.trackers import RowLogger, Tracked, build_loggers
+from launcher.rank.trackers import RowLogger, Rows, Tracked, build_loggers
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
 from launcher.workloads.data.identity import data_identity
@@ -136,7 +136,7 @@ def _trainer(run: Run, run_dir: Path, callbacks: list[Callback], **more: object)
     given = run.config.trainer
     gpus = torch.cuda.device_count()
     on_gpu = given.accelerator == "gpu" or (given.accelerator == "auto" and gpus > 0)
-    logger: Any = build_loggers(run.config, run_dir) if run.config.mode == "train" else False
+    logger: Any = build_loggers(run, run_dir) if run.config.mode == "train" else False
     arguments: dict[str, Any] = dict(more)
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
@@ -200,6 +200,9 @@ def build_data(run: Run) -> pl.LightningDataModule:
     )
 
 
+_OF_LOADERS = (RuntimeError, OSError, EOFError)
+
+
 def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     config, given = run.config, run.config.trainer
     pl.seed_everything(config.seed, workers=True, verbose=False)
@@ -257,29 +260,27 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         log_every_n_steps=given.log_every_n_steps,
         enable_checkpointing=True,  # StopWhenAsked may have to
     )
-    for logger in trainer.loggers:
-        if isinstance(logger, RowLogger):
-            logger.sink = progress.beside
-    loggers = [each for each in trainer.loggers if type(each) is not RowLogger]
-    tracked = Tracked(loggers, folder, progress.note)
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, Rows)]
+    for logger in loggers:
+        logger.sink = progress.collect
+    trackers = [each for each in loggers if rank == 0 and not isinstance(each, RowLogger)]
+    tracked = Tracked(run, trackers, folder, progress.note)
     progress.follow = tracked.row
-    progress.tracked_at = tracked.place() if rank == 0 else None
+    tracked.start()
     try:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-    except (RuntimeError, OSError, EOFError) as error:
-        lost = as_lost_loader(error, trainer)
+    except BaseException as error:
+        tracked.fail(trainer.global_step)
+        lost = as_lost_loader(error, trainer) if isinstance(error, _OF_LOADERS) else None
         if lost is None:
             raise
         raise lost from error
     ran, shown = pipeline(trainer).plan, closing.timeline
     progress.note_undeleted(trainer)
-    if rank == 0:
-        tracked.end(run, shown, ran)
-        progress.note(tracked.continued())
     # The first step pays for connections and allocations.
     times = progress.step_times[1:] or progress.step_times
     step_time = statistics.median(times) if times else None
-    return {
+    outcome = {
         "world_size": run.world_size,
         "num_parameters": num_parameters,
         "steps": trainer.global_step,
@@ -302,6 +303,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
             or os.environ.get("SLURM_RESTART_COUNT")
             or 0
         ),
+    }
+    tracked.end(outcome, shown)
+    return outcome | {
         "timeline": None if shown is None else {"start": shown.start, "end": shown.end},
         "buckets": list(ran.stage_buckets(pipeline(trainer).engine.placement.num_stages)),
         "skips": [list(ends) for ends in ran.skips],

@@ -1,11 +1,12 @@
-"""What trackers get beside Lightning's own metrics: figures, memory, pictures, checkpoints.
+"""What W&B and TensorBoard get of a training: request, rows, summary, timeline, checkpoints.
 
-Everything here is a copy of what lies in the run folder, where it is the ground truth: metrics.csv
-is on disk before a tracker hears of its row.
+Everything here is a copy of what is in the run folder, the ground truth: a row is in metrics.csv
+before a tracker gets it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,86 +14,106 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from launcher.checkpoints import manifest_of
-from launcher.config import LaunchConfig, dump
 from launcher.config.decode import brings_own
 from launcher.processes.task import run_id
-from launcher.report.html import Panel, timeline_html
-from launcher.report.predicted import predict
+from launcher.rank.callbacks import is_number, numbers_of
+from launcher.report.html import Panel, write_timeline_html
+from launcher.report.predicted import predict, run_title, with_memory
 from launcher.report.sweep.picture import timeline_png
+from launcher.report.tracked import (
+    after_training,
+    before_training,
+    group_and_tags,
+    repeated_metrics,
+    request,
+    row_metrics,
+    summary_metrics,
+)
 from launcher.resolve import Run
 from launcher.secrets import has_wandb_key
 from strategies.analysis.timeline import Timeline
 from strategies.errors import CheckpointError, PlanError, install_words
 from strategies.manifest import UNFINISHED, total_bytes
-from strategies.plan import Plan
 
-FIGURES = ("lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu", "bubble_ratio",
-         "exposed_grad_reduce_s", "peak_memory_bytes_max", "skipped_steps")  # fmt: skip
 _LAYOUT = ("pp", "dp", "tp", "world_size")
 _LISTED_FILES = 200
 
 
 class Tracked:
-    """Follows a training on rank 0, whose checkpoints lie in ``folder``."""
+    """Follows the training of ``run`` on rank 0, whose checkpoints are in ``folder``.
+
+    W&B and TensorBoard get the request, then one row per optimizer step, counted from 1, then the
+    metrics of the closing report.
+    """
 
     def __init__(
         self,
-        loggers: Sequence[Logger],
+        run: Run,
+        loggers: Sequence[Rows],
         folder: Path,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._run = run
         self._loggers = list(loggers)
         self._tell = tell
         self._lost = False
         self._folder = folder
         self._known: set[Path] = set()
-        self._files: Path | None = None
-        self._page: str | None = None
+        self._predicted: dict[str, Any] = {}
+        self._repeated: dict[str, float] = {}
+        self._panel: Panel | None = None
+        self._upload: str | None = None
 
-    def place(self) -> str | None:
-        """Where wandb keeps this run, in a line; None without it."""
+    def start(self) -> None:
+        """Sends the prediction, and says where wandb keeps the run."""
+        if not self._loggers:
+            return
+        timeline, metrics = predict(self._run)
+        self._panel = Panel("predicted", timeline, metrics)
+        self._predicted = {**before_training(self._run, metrics), "status": "running"}
+        self._repeated = repeated_metrics(summary_metrics(self._predicted))
+        for logger in self._loggers:
+            logger.log_summary(summary_metrics(self._predicted), 0)
         for logger in self._wandb():
-            run = logger.experiment
-            self._files = Path(run.settings.sync_dir)
-            if run.offline:
-                return f"wandb: offline, in {self._files}"
-            self._page = run.url
-            return f"wandb: online, {run.url}; its files are in {self._files}"
-        return None
-
-    def continued(self) -> str | None:
-        """What brings this run to wandb's pages, or its page."""
-        if self._files is None:
-            return None
-        return (
-            f"wandb: {self._page}"
-            if self._page
-            else f"wandb: wandb sync {shlex.quote(str(self._files))}"
-        )
+            self._tell(logger.place())
+            self._upload = logger.upload()
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
-        """Hands on a row of metrics.csv."""
-        figures = {name: float(row[name]) for name in FIGURES if row.get(name) is not None}
-        for rank, peak in enumerate(peaks):
-            figures[f"peak_memory_bytes/rank_{rank:05d}"] = float(peak)
-        for logger in self._loggers if figures else ():
-            # Lightning counts the steps of what it logs from 0.
-            logger.log_metrics(figures, step=int(row["step"]) - 1)
+        """Sends a row of metrics.csv; ``peaks``: bytes, per pipeline rank."""
+        metrics = row_metrics(row, peaks) | self._repeated
+        for logger in self._loggers:
+            logger.log_row(metrics, int(row["step"]))
         self._beside(self._checkpoints)
 
-    def end(self, run: Run, measured: Timeline | None, plan: Plan) -> None:
-        """Hands on the timeline and the last checkpoints, and ends wandb's run."""
+    def end(self, outcome: Mapping[str, Any], measured: Timeline | None) -> None:
+        """Sends the metrics of the closing report, the timeline and the last checkpoints."""
+        if not self._loggers:
+            return
+        stopped_by = outcome["stopped_by"]
+        status = "interrupted" if stopped_by == "SIGINT" else "preempted" if stopped_by else "done"
         self._beside(self._checkpoints)
         for logger in self._wandb():
-            self._beside(partial(_log_timeline, logger, run, measured, plan))
-        if self._wandb():
-            import wandb
+            self._beside(partial(self._log_timeline, logger, measured, outcome["steps"]))
+        result = after_training({**self._predicted, "status": status}, outcome, measured)
+        self._close(result, outcome["steps"])
 
-            self._beside(wandb.finish)
+    def fail(self, step: int) -> None:
+        """Sends that the training ended with an error after ``step``."""
+        # That error is the one to report.
+        with contextlib.suppress(Exception):
+            self._close({**self._predicted, "status": "failed"}, step)
+
+    def _close(self, result: Mapping[str, object], step: int) -> None:
+        for logger in self._loggers:
+            self._beside(partial(logger.log_summary, summary_metrics(result), step))
+        for logger in self._wandb():
+            self._beside(partial(logger.experiment.finish, int(result["status"] == "failed")))
+        if self._upload is not None:
+            self._tell(self._upload)
 
     def _beside(self, hand_on: Callable[[], None]) -> None:
         """Does it unless wandb's folders take no more: a training does not end for a copy."""
@@ -107,8 +128,29 @@ class Tracked:
                 "checkpoints and pictures there. Make room where WANDB_CACHE_DIR and WANDB_DIR are."
             )
 
-    def _wandb(self) -> list[WandbLogger]:
-        return [logger for logger in self._loggers if isinstance(logger, WandbLogger)]
+    def _wandb(self) -> list[WandbRows]:
+        return [logger for logger in self._loggers if isinstance(logger, WandbRows)]
+
+    def _log_timeline(self, logger: WandbRows, measured: Timeline | None, step: int) -> None:
+        """The page as an artifact, a picture of it among the panels."""
+        import wandb
+
+        assert self._panel is not None
+        panels = [self._panel]
+        if measured is not None:
+            panels.append(Panel("measured", measured))
+        title = run_title(self._run)
+        name = f"timeline-{run_id(self._folder.parent) or logger.version}"
+        artifact = wandb.Artifact(name, type="timeline", description=title)
+        with tempfile.TemporaryDirectory() as folder:
+            # wandb copies them into the run's own files.
+            page, picture = Path(folder) / "timeline.html", Path(folder) / "timeline.png"
+            write_timeline_html(page, with_memory(panels, self._run), title=title)
+            picture.write_bytes(timeline_png(panels, title=title))
+            artifact.add_file(str(page))
+            logger.experiment.log_artifact(artifact)
+            shown = {"timeline": wandb.Image(str(picture)), "trainer/global_step": step}
+            logger.experiment.log(shown)
 
     def _checkpoints(self) -> None:
         """Notes what has been committed since: which files, with which hashes, and not the data."""
@@ -126,7 +168,7 @@ class Tracked:
                 _log_manifest(logger, path, manifest)
 
 
-def _log_manifest(logger: WandbLogger, path: Path, manifest: Mapping[str, Any]) -> None:
+def _log_manifest(logger: WandbRows, path: Path, manifest: Mapping[str, Any]) -> None:
     import wandb
 
     metadata = {k: v for k, v in manifest["metadata"].items() if k != "parameters"}
@@ -145,49 +187,51 @@ def _log_manifest(logger: WandbLogger, path: Path, manifest: Mapping[str, Any]) 
     logger.experiment.log_artifact(artifact, aliases=[path.stem])
 
 
-def _log_timeline(logger: WandbLogger, run: Run, measured: Timeline | None, plan: Plan) -> None:
-    import wandb
-
-    timeline, metrics = predict(run)
-    panels = [Panel("predicted", timeline, metrics)]
-    if measured is not None:
-        panels.append(Panel("measured", measured))
-    degrees = f"pp={run.config.pp} dp={run.dp} tp={run.config.tp}"
-    title = f"{plan.schedule} {degrees} num_microbatches={plan.num_microbatches}"
-    page = timeline_html(panels, title=title)
-    with tempfile.TemporaryDirectory() as folder:
-        # wandb copies them into the run's own files.
-        shown, drawn = Path(folder) / "timeline.html", Path(folder) / "timeline.png"
-        shown.write_text(page, encoding="utf-8")
-        drawn.write_bytes(timeline_png(panels, title=title))
-        media = {
-            "timeline": wandb.Html(shown, inject=False),
-            "timeline_image": wandb.Image(str(drawn)),
-        }
-        logger.experiment.log(media)
+# Loggers next to metrics.csv: W&B (offline without a login) and TensorBoard.
 
 
-# Loggers beside metrics.csv: Weights & Biases (offline without a key) and TensorBoard.
-
-
-def build_loggers(config: LaunchConfig, run_dir: Path) -> list[Logger]:
+def build_loggers(run: Run, run_dir: Path) -> list[Rows]:
     """The loggers that ``tracking=`` asks for; metrics.csv needs none."""
     makers = {"wandb": _wandb, "tensorboard": _tensorboard}
+    config = run.config
     names = config.tracking.names
-    found = [makers[name](config, run_dir) for name in names if name in makers]
+    found = [makers[name](run, run_dir) for name in names if name in makers]
     own = config.callbacks or brings_own("model", config.model.name)
-    # Code of one's own may ask for a logger: LearningRateMonitor ends a run that has none.
-    return [*found, RowLogger(run_dir)] if own and "none" not in names else found
+    # The user's code may need a logger: LearningRateMonitor raises without one.
+    return found or ([RowLogger(run_dir)] if own and "none" not in names else [])
 
 
-class RowLogger(Logger):
-    """Hands what somebody else's code logs to metrics.csv, where the launcher's own rows are.
+class Rows(Logger):
+    """Collects what Lightning, modules and callbacks log, for the row of its step.
+
+    Lightning logs loss, validation and epoch by themselves, and counts steps from 0; a tracker
+    gets all of it in one row, as metrics.csv does.
 
     Attributes:
-        sink: Gets the numbers by name, of the step that is being made.
+        sink: Gets the numbers by name, and the step that they were logged with. Without it they
+            are logged at once.
     """
 
-    sink: Callable[[Mapping[str, float]], None] | None = None
+    sink: Callable[[Mapping[str, float], int | None], None] | None = None
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        at_once = dict(metrics)
+        if self.sink is not None:
+            self.sink(numbers_of(metrics), step)
+            at_once = {name: value for name, value in metrics.items() if not is_number(value)}
+        if at_once:  # such as images and tables
+            self.log_row(at_once, step)
+
+    def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """Logs one row at once; the rows of steps count from 1."""
+
+    def log_summary(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Keeps what is known once per run, in place of what was kept before."""
+
+
+class RowLogger(Rows):
+    """Without a tracker: what others log goes to metrics.csv alone."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
@@ -195,7 +239,7 @@ class RowLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Folder of what others keep beside it, such as Lightning's ModelCheckpoint."""
+        """Folder of what others keep next to it, such as Lightning's ModelCheckpoint."""
         return "own"
 
     @property
@@ -206,38 +250,81 @@ class RowLogger(Logger):
     def save_dir(self) -> str:
         return self._folder
 
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if self.sink is not None:
-            self.sink(metrics)
-
     def log_hyperparams(self, *_: object, **__: object) -> None:
         """They are in the run's folder."""
 
 
-def _tensorboard(config: LaunchConfig, run_dir: Path) -> Logger:
-    from lightning.pytorch.loggers import TensorBoardLogger
+class WandbRows(Rows, WandbLogger):
+    """W&B, one row per optimizer step."""
 
+    def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        WandbLogger.log_metrics(self, metrics, step)
+
+    def log_summary(self, metrics: Mapping[str, Any], step: int) -> None:
+        self.experiment.summary.update(dict(metrics))
+
+    def place(self) -> str:
+        """Where the run is, in one line."""
+        run, folder = self.experiment, self._files
+        if not run.offline:
+            return f"wandb: online, {run.url}; its files are in {folder}"
+        why = "offline" if has_wandb_key() else "no login, so this run stays offline"
+        return f"wandb: {why}, in {folder}"
+
+    def upload(self) -> str:
+        """Where the run's page is, or the command that makes it."""
+        run = self.experiment
+        login = "" if has_wandb_key() else "wandb login && "
+        sync = f"wandb: to upload this run: {login}wandb sync {shlex.quote(str(self._files))}"
+        return sync if run.offline else f"wandb: {run.url}"
+
+    @property
+    def _files(self) -> Path:
+        return Path(self.experiment.settings.sync_dir)
+
+
+class TensorBoardRows(Rows, TensorBoardLogger):
+    """TensorBoard, one point per optimizer step; its tabs HPARAMS and TEXT have the summary."""
+
+    def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        TensorBoardLogger.log_metrics(self, metrics, step)
+
+    def log_summary(self, metrics: Mapping[str, Any], step: int) -> None:
+        lines = [f"| {name} | {value} |" for name, value in metrics.items()]
+        text = "\n".join(["| metric | value |", "|---|---|", *lines])
+        self.experiment.add_text("summary", text, step)
+        if metrics["status"] != "running":  # HPARAMS takes request and numbers once
+            self.sink = None
+            numbers = {f"summary/{name}": v for name, v in metrics.items() if is_number(v)}
+            self.log_hyperparams(self.hparams, numbers, step)
+            self.save()
+
+
+def _tensorboard(run: Run, run_dir: Path) -> Rows:
     try:
-        return TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="")
+        logger = TensorBoardRows(
+            save_dir=run_dir, name="tensorboard", version="", default_hp_metric=False
+        )
     except ModuleNotFoundError as error:
         raise PlanError(
             "tracking=tensorboard needs the package tensorboard. "
             f"Try {install_words('tensorboard')}, or tracking=csv."
         ) from error
+    logger.hparams = request(run)
+    return logger
 
 
-def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
+def _wandb(run: Run, run_dir: Path) -> Rows:
     import wandb
-    from lightning.pytorch.loggers import WandbLogger
 
-    tracking = config.tracking
+    config, tracking = run.config, run.config.tracking
     offline = not has_wandb_key() if tracking.offline == "auto" else bool(tracking.offline)
+    group, tags = group_and_tags(config, run.dp)
     settings: dict[str, Any] = {
         "entity": tracking.entity,
-        "group": tracking.group or config.experiment_name,
-        "tags": list(tracking.tags),
-        "config": dump(config),
+        "group": group,
+        "tags": tags,
+        "config": request(run),
         # One run per training, also across requeues.
         "id": run_id(run_dir),
         # What a rank prints is in its own log, masked; wandb would keep a copy of its own.
@@ -245,6 +332,6 @@ def _wandb(config: LaunchConfig, run_dir: Path) -> Logger:
     }
     if not offline:
         settings["resume"] = "allow"
-    return WandbLogger(
+    return WandbRows(
         name=run_dir.name, project=tracking.project, save_dir=run_dir, offline=offline, **settings
     )

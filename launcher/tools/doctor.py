@@ -31,6 +31,7 @@ from rich.text import Text
 from launcher.processes.failure import free_bytes
 from launcher.processes.local import our_python, rank_environment
 from launcher.resolve import num_cores
+from launcher.secrets import has_wandb_key
 from launcher.terminal import say
 from launcher.tools.host_link import answer, clock_state, measure_link
 from strategies.errors import PlanError, readable
@@ -351,19 +352,10 @@ def _slurm() -> Finding:
 
 
 def _wandb() -> Finding:
-    known = os.environ.get("WANDB_API_KEY") or _in_netrc("api.wandb.ai")
-    if not known:
+    if not has_wandb_key():
         advice = "tracking=wandb writes locally; wandb login, and it is online"
         return Finding("W&B", "note", "no key", advice)
     return Finding("W&B", "ok", "a key is set up")
-
-
-def _in_netrc(host: str) -> bool:
-    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    try:
-        return host in file.read_text()
-    except OSError:
-        return False
 
 
 # torch, its devices and its transports: asked in processes of their own.

@@ -1,9 +1,10 @@
-"""mode=dashboard: what is sent, to whom, and what happens without a key."""
+"""mode=dashboard: what is sent, to which server, and what happens without a login."""
 
 from __future__ import annotations
 
 import base64
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,30 +12,62 @@ from typing import Any
 
 import pytest
 
-from launcher.commands.dashboard import VIEW, definition
-from launcher.rank.trackers import FIGURES
+from launcher.commands.dashboard import AXIS, VIEW
+from launcher.report.tracked import request
+from launcher.resolve import resolve
 from tests.launcher.command_line import run_here
+from tests.launcher.rank.test_trackers import ROWS, SUMMARY
 
 KEY = "k" * 40
 
 
 class Server(HTTPServer):
-    """Answers as wandb's GraphQL does, and keeps what it was asked."""
+    """Answers as W&B's GraphQL does, and keeps what it was sent.
 
-    asked: list[tuple[str, str, dict[str, Any]]]
-    answers: list[tuple[int, Any]]
+    Attributes:
+        refusal: Code and answer for everything; None to save.
+        known: Identity of the view that the project has; None before the first.
+    """
+
+    asked: list[tuple[str, dict[str, Any]]]
+    refusal: tuple[int, Any] | None = None
+    known: str | None = None
+
+    def answer(self, query: str) -> Any:
+        if "upsertView" in query:
+            return {"upsertView": {"view": {"id": "7", "name": f"nw-{VIEW}-v"}, "inserted": True}}
+        if "allViews" in query:
+            view = {"id": self.known, "displayName": "foldpipe", "spec": SPEC}
+            return {"project": {"allViews": {"edges": [{"node": view}] if self.known else []}}}
+        return {"viewer": {"id": "1", "entity": "team", "username": "me", "flags": "{}",
+                           "teams": {"edges": []}}}  # fmt: skip
+
+    @property
+    def saved(self) -> list[dict[str, Any]]:
+        return [body["variables"] for _, body in self.asked if "upsertView" in body["query"]]
+
+
+SPEC = json.dumps({
+    "section": {
+        "panelBankConfig": {"state": 1, "settings": {}, "sections": []},
+        "panelBankSectionConfig": {"pinned": False}, "customRunColors": {},
+    }
+})  # fmt: skip
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append((self.path, self.headers["Authorization"], body))
-        code, answer = self.server.answers.pop(0)
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        code, answer = 200, {}
+        if self.path == "/graphql":
+            body = json.loads(content)
+            self.server.asked.append((self.headers["Authorization"], body))
+            code, answer = 200, {"data": self.server.answer(body["query"])}
+            code, answer = self.server.refusal or (code, answer)
         self.send_response(code)
-        if code == 302:
-            self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
 
@@ -42,14 +75,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-VIEWER = (200, {"data": {"viewer": {"entity": "team", "username": "me"}}})
-SAVED = (200, {"data": {"upsertView": {"view": {"id": "1", "name": VIEW}, "inserted": True}}})
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), _Handler)
-    server.asked, server.answers = [], [VIEWER, SAVED]
+    server.asked = []
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
@@ -60,91 +89,120 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     thread.join()
 
 
-def test_the_workspace_is_saved_in_the_project_of_the_key(server, tmp_path, monkeypatch):
+def panels(saved: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Of a view, by section."""
+    found = json.loads(saved["spec"])["section"]["panelBankConfig"]["sections"]
+    return {section["name"]: section["panels"] for section in found}
+
+
+def test_the_view_is_saved_in_the_project_of_the_login(server, tmp_path, monkeypatch):
     done = run_here(["mode=dashboard", "tracking.project=mine"], tmp_path, monkeypatch)
-    assert (done.code, done.errors) == (0, "")
+    assert done.code == 0
     assert done.output == (
-        f"dashboard: http://127.0.0.1:{server.server_port}/team/mine?nw=foldpipe000\n"
+        f"dashboard: http://127.0.0.1:{server.server_port}/team/mine?nw={VIEW}\n"
     )
     assert list(tmp_path.iterdir()) == []
-    (path, authorization, asked), (_, _, saved) = server.asked
-    assert (path, "viewer" in asked["query"]) == ("/graphql", True)
-    assert base64.b64decode(authorization.removeprefix("Basic ")).decode() == f"api:{KEY}"
-    sent = saved["variables"]
-    assert (sent["entityName"], sent["projectName"], sent["name"]) == ("team", "mine", VIEW)
-    assert sent["type"] == "project-view"
-    assert json.loads(sent["spec"]) == json.loads(definition())
+    (saved,) = server.saved
+    assert (saved["entityName"], saved["projectName"]) == ("team", "mine")
+    assert (saved["name"], saved["type"], "id" in saved) == (f"nw-{VIEW}-v", "project-view", False)
+    keys = {base64.b64decode(auth.removeprefix("Basic ")).decode() for auth, _ in server.asked}
+    assert keys == {f"api:{KEY}"}
+    assert KEY not in done.output + done.errors
 
 
-def test_a_team_is_not_asked_for_if_it_is_named(server, tmp_path, monkeypatch):
-    server.answers = [SAVED]
-    done = run_here(["mode=dashboard", "tracking.entity=ours"], tmp_path, monkeypatch)
-    assert done.code == 0
-    ((_, _, saved),) = server.asked
-    assert saved["variables"]["entityName"] == "ours"
+def test_a_second_call_updates_the_view_of_the_team(server, tmp_path, monkeypatch):
+    server.known = "VmlldzoxMjM="
+    words = ["mode=dashboard", "tracking.entity=ours", "tracking.project=mine"]
+    assert run_here(words, tmp_path, monkeypatch).code == 0
+    (saved,) = server.saved
+    assert (saved["entityName"], saved["id"]) == ("ours", "VmlldzoxMjM=")
+
+
+def test_every_panel_shows_metrics_of_the_reference_page(server, tmp_path, monkeypatch):
+    run_here(["mode=dashboard"], tmp_path, monkeypatch)
+    sections = panels(server.saved[0])
+    assert list(sections) == [
+        "Loss", "Step time, predicted and measured", "Bubble and exposed reduction",
+        "Memory per rank", "Sweep", "Timeline",
+    ]  # fmt: skip
+    lines = [
+        panel["config"]
+        for section in sections.values()
+        for panel in section
+        if panel["viewType"] == "Run History Line Plot"
+    ]
+    assert {line["xAxis"] for line in lines} == {AXIS}
+    shown = {metric for line in lines for metric in line.get("metrics", ())}
+    shown |= {
+        line["metricRegex"].replace(".*", "rank_00000") for line in lines if "metricRegex" in line
+    }
+    assert shown <= {*ROWS}
+    pairs = {name for name in shown if name.startswith(("predicted/", "measured/"))}
+    assert pairs == {name for name in ROWS if name.startswith(("predicted/", "measured/"))}
+    (timeline,) = sections["Timeline"]
+    assert timeline["config"]["mediaKeys"] == ["timeline"]
+
+
+def test_a_sweep_is_shown_as_parallel_coordinates_of_configuration_and_summary(
+    server, tmp_path, monkeypatch
+):
+    done = run_here(["mode=dashboard"], tmp_path, monkeypatch)
+    done = run_here(["mode=train"], tmp_path / "run", monkeypatch)
+    layout = request(resolve(done.calls[0].config))["layout"]
+    coordinates, scatter = panels(server.saved[0])["Sweep"]
+    assert coordinates["viewType"] == "Parallel Coordinates Plot"
+    axes = [column["accessor"] for column in coordinates["config"]["columns"]]
+    configs = [axis for axis in axes if axis.startswith("config:layout.value.")]
+    assert {axis.rpartition(".")[2] for axis in configs} <= {*layout}
+    assert "config:layout.value.schedule" in configs
+    rest = [axis for axis in axes if axis not in configs]
+    assert {axis.removeprefix("summary:") for axis in rest} <= {*SUMMARY}
+    assert scatter["config"]["xAxis"] == "summary:predicted/step_time_s"
+    assert scatter["config"]["yAxis"] == "summary:measured/step_time_s"
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ((401, {}), "answered 401 Unauthorized. Try `wandb login --relogin`."),
-        ((302, {}), "answered 302"),
-        ((200, {"errors": [{"message": "no such project"}]}), "no such project"),
-        ((200, {"data": {"viewer": None}}), "does not know the key"),
-        ((200, []), "no JSON object"),
-    ],
+    "refusal", [(401, {}), (200, {"errors": [{"message": "no such project"}]}), (200, [])]
 )
-def test_a_server_that_refuses_is_named_and_the_key_is_not(
-    answer, says, server, tmp_path, monkeypatch
+def test_what_the_server_refuses_is_one_message_without_the_key(
+    refusal, server, tmp_path, monkeypatch
 ):
-    server.answers = [answer]
+    server.refusal = refusal
     done = run_here(["mode=dashboard"], tmp_path, monkeypatch)
     assert (done.code, done.output) == (1, "")
-    assert says in done.errors
+    (line,) = [line for line in done.errors.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: W&B did not save the dashboard: ")
+    assert "Check `wandb login --relogin`" in line
     assert KEY not in done.errors
-    assert done.errors.count("\n") == 1
-    assert len(server.asked) == 1
+    assert "Traceback" not in done.errors
 
 
-def test_without_a_key_nothing_is_sent(server, tmp_path, monkeypatch):
+def test_without_a_login_it_prints_what_it_would_save(server, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("NETRC", raising=False)
-    run_here(["mode=dashboard"], tmp_path / "cwd", monkeypatch).assert_refused()
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    done = run_here(["mode=dashboard", "tracking.project=mine"], tmp_path / "cwd", monkeypatch)
+    assert (done.code, done.errors) == (0, "")
+    assert done.output == (
+        "dashboard: no login, so nothing was saved. View foldpipe of project mine:\n"
+        "  Loss: loss, learning rate, gradient norm\n"
+        "  Step time, predicted and measured: "
+        "step time, tokens per second, model FLOPs utilization\n"
+        "  Bubble and exposed reduction: bubble, exposed reduction\n"
+        "  Memory per rank: measured peak memory, predicted peak memory\n"
+        "  Sweep: parallel coordinates, predicted and measured step time\n"
+        "  Timeline: timeline\n"
+        "dashboard: to save it, run `wandb login` and this command again\n"
+    )
     assert server.asked == []
 
 
-def test_a_key_is_not_sent_in_plain_text_to_another_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.example.org")
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
+def test_without_the_package_the_message_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     done = run_here(["mode=dashboard"], tmp_path, monkeypatch)
     done.assert_refused()
-    assert "plain text" in done.errors
+    assert "pip install 'wandb-workspaces>=0.4.13'" in done.errors
 
 
 def test_a_sweep_of_dashboards_is_refused(tmp_path, monkeypatch):
     done = run_here(["-m", "mode=dashboard", "pp=1,2"], tmp_path, monkeypatch)
     done.assert_refused()
-
-
-def panels() -> list[dict[str, Any]]:
-    spec = json.loads(definition())
-    return [
-        panel
-        for section in spec["section"]["panelBankConfig"]["sections"]
-        for panel in section["panels"]
-    ]
-
-
-def test_every_panel_shows_something_that_runs_log():
-    known = {"train_loss", "val_loss", *FIGURES}
-    lines = [p["config"] for p in panels() if p["viewType"] == "Run History Line Plot"]
-    shown = {metric for line in lines for metric in line["metrics"]}
-    assert shown <= known
-    assert set(FIGURES) <= shown
-    assert {line["xAxis"] for line in lines} == {"trainer/global_step"}
-    assert [line["metricRegex"] for line in lines if line.get("useMetricRegex")] == [
-        "peak_memory_bytes/.*"
-    ]
-    media = [p["config"]["mediaKeys"] for p in panels() if p["viewType"] == "Media Browser"]
-    assert media == [["timeline", "timeline_image"]]

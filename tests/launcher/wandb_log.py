@@ -37,6 +37,21 @@ def rows_and_run(records: list[Any]) -> tuple[list[dict[str, Any]], Any]:
     return rows, runs[-1]
 
 
+def summary_of(records: list[Any]) -> dict[str, Any]:
+    """What the run's summary has become."""
+    return {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for record in records
+        if record.WhichOneof("record_type") == "summary"
+        for item in record.summary.update
+    }
+
+
+def config_of(run: Any) -> dict[str, Any]:
+    """The run's configuration."""
+    return {item.key: json.loads(item.value_json) for item in run.config.update}
+
+
 def _records(file: Path) -> Iterator[bytes]:
     """The file: a 7-byte header, then blocks of LevelDB's log format."""
     data = file.read_bytes()

@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.compose.job_start import grouped
+from launcher.compose.job_start import tagged
+from launcher.compose.session import compose_checked, hydra_session
 from launcher.config import LaunchConfig
-from launcher.rank.trackers import Tracked, build_loggers
-from tests.launcher.runs import MODEL, Finished, launch, read_metrics
-from tests.launcher.wandb_log import read_records, rows_and_run
+from launcher.processes.task import read_task, resolve_task
+from launcher.rank.trackers import Tracked, WandbRows, build_loggers
+from launcher.report.closing_report import closing_lines
+from launcher.report.tracked import group_and_tags
+from launcher.resolve import Run, resolve
+from launcher.secrets import has_wandb_key
+from tests.launcher.runs import MODEL, Finished, launch, read_metrics, within
+from tests.launcher.wandb_log import config_of, read_records, rows_and_run, summary_of
 
 pytestmark = pytest.mark.distributed
 
 RUN = (
     *MODEL, "trainer.max_steps=6", "trainer.val_check_interval=3", "trainer.limit_val_batches=1",
-    "experiment_name=tracked", "data.global_batch_size=2",
+    "experiment_name=tracked",
 )  # fmt: skip
 CANARY = "canary-5f1d20-do-not-copy-this-anywhere-"
-OURS = ("lr", "grad_norm", "step_time_s", "tokens_per_s", "bubble_ratio", "peak_memory_bytes_max",
-        "skipped_steps")  # fmt: skip
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
 
 @pytest.fixture(scope="module")
-def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    words = [*RUN, "pp=2", "tracking=wandb", "tracking.project=mine", "tracking.tags=[a,b]",
-             "tracking.offline=true", "trainer.checkpoint_every_n_steps=3"]  # fmt: skip
+def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Four ranks that both trackers follow."""
+    words = [*RUN, "pp=2", "dp=2", "data.global_batch_size=8", "tracking=[wandb,tensorboard]",
+             "tracking.project=mine", "tracking.tags=[a,b]", "tracking.offline=true",
+             "trainer.checkpoint_every_n_steps=3"]  # fmt: skip
     secrets = {"WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
     return launch(words, tmp_path_factory.mktemp("wandb"), **secrets).assert_done()
 
 
 @pytest.fixture(scope="module")
-def records(wandb_run: Finished) -> list[Any]:
-    (file,) = wandb_run.folder.rglob("*.wandb")
+def records(tracked_run: Finished) -> list[Any]:
+    (file,) = tracked_run.folder.rglob("*.wandb")
     return read_records(file)
 
 
@@ -47,15 +57,225 @@ def history(records: list[Any]) -> tuple[list[dict[str, Any]], Any]:
     return rows_and_run(records)
 
 
-def test_the_terminal_says_where_wandb_keeps_a_run_and_how_to_bring_it_there(wandb_run):
-    (folder,) = wandb_run.folder.rglob("offline-run-*")
-    lines = [line for line in wandb_run.output.splitlines() if line.startswith("wandb: ")]
-    assert lines == [f"wandb: offline, in {folder}", f"wandb: wandb sync {folder}"]
+@pytest.fixture(scope="module")
+def board(tracked_run: Finished) -> Board:
+    return Board(tracked_run.folder / "tensorboard")
+
+
+class Board:
+    """What TensorBoard's event files have.
+
+    Attributes:
+        points: By tag, the value of each step.
+        table: Of the last text ``summary``.
+        parameters: What the tab HPARAMS shows.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+        self.points: dict[str, dict[int, float]] = {}
+        self.table: dict[str, str] = {}
+        self.parameters: dict[str, Any] = {}
+        for file in sorted(folder.glob("events.out.tfevents.*")):
+            for event in EventFileLoader(str(file)).Load():
+                for value in event.summary.value:
+                    plugin = value.metadata.plugin_data
+                    if plugin.plugin_name == "hparams":
+                        data = HParamsPluginData.FromString(plugin.content)
+                        for name, item in data.session_start_info.hparams.items():
+                            self.parameters[name] = getattr(item, item.WhichOneof("kind"))
+                    elif plugin.plugin_name == "text":
+                        lines = value.tensor.string_val[0].decode().splitlines()[2:]
+                        cells = (line.strip("| ").split(" | ", 1) for line in lines)
+                        self.table = {name: text for name, text in cells}
+                    else:
+                        points = self.points.setdefault(value.tag, {})
+                        assert event.step not in points, value.tag
+                        points[event.step] = value.tensor.float_val[0]
+
+
+def run_of(*words: str) -> Run:
+    with hydra_session():
+        return resolve(compose_checked([*MODEL, *words])[0])
+
+
+def page_tables() -> tuple[dict[str, str], dict[str, str]]:
+    """Of the reference page: (tracker's name -> column of a row, -> field of result.json)."""
+    rows, summary = PAGE.read_text(encoding="utf-8").split("## Summary")
+    found = []
+    for text in (rows, summary):
+        pairs: dict[str, str] = {}
+        for line in text.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split(" |")]
+            names = re.findall("`([^`]+)`", cells[0])
+            if line.startswith("| `"):
+                theirs = re.findall("`([^`]+)`", cells[1]) or names
+                pairs |= dict(
+                    zip(names, theirs if len(theirs) == len(names) else names, strict=True)
+                )
+        found.append(pairs)
+    return found[0], found[1]
+
+
+ROWS, SUMMARY = page_tables()
+PER_RANK = "/rank_00000"
+
+
+def as_result(summary: Mapping[str, Any], layout: Mapping[str, Any]) -> dict[str, Any]:
+    """result.json as the page reads it off a tracker's summary."""
+    found = dict(layout)
+    for name, field in SUMMARY.items():
+        if name.endswith(PER_RANK):
+            head = name.removesuffix(PER_RANK)
+            ranks = [f"{head}/rank_{rank:05d}" for rank in range(layout["pp"])]
+            found[field] = [summary[each] for each in ranks if each in summary] or None
+        else:
+            found[field] = summary.get(name)
+    return found
+
+
+def assert_same(found: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    for field in SUMMARY.values():
+        known = result[field]
+        words = known is None or isinstance(known, str)
+        same = known if words else pytest.approx(known, rel=1e-5)
+        assert found[field] == same, field
+
+
+def test_the_closing_report_can_be_written_from_what_wandb_has(tracked_run, records, history):
+    result = as_result(summary_of(records), config_of(history[1])["layout"])
+    run = resolve_task(read_task(tracked_run.folder))
+    with contextlib.chdir(tracked_run.cwd):
+        lines = closing_lines(run, tracked_run.folder, result)
+    printed = tracked_run.output.splitlines()
+    first = printed.index(lines[0])
+    assert printed[first : first + len(lines)] == lines
+    assert len(lines) > 15
+
+
+def test_every_figure_of_the_run_is_in_wandb_under_the_name_of_the_page(
+    tracked_run, records, history
+):
+    found = as_result(summary_of(records), config_of(history[1])["layout"])
+    assert found["status"] == "done"
+    assert_same(found, tracked_run.result)
+    # Nothing but what the page has, rows and wandb's own.
+    given = {re.sub("rank_0000.", "rank_00000", name) for name in summary_of(records)}
+    own = {"_timestamp", "_runtime", "_step", "_wandb/runtime", "trainer/global_step"}
+    media = {name for name in given if name.startswith("timeline")}
+    assert given - own - media <= {*ROWS, *SUMMARY, "val_perplexity"}
+
+
+def test_every_figure_of_the_run_is_in_tensorboard_under_the_name_of_the_page(
+    tracked_run, board, records
+):
+    last = {
+        tag.removeprefix("summary/"): points
+        for tag, points in board.points.items()
+        if tag.startswith("summary/")
+    }
+    assert {step for points in last.values() for step in points} == {6}
+    numbers = {name: points[6] for name, points in last.items()}
+    words = {k: v for k, v in summary_of(records).items() if k in SUMMARY and isinstance(v, str)}
+    assert {name: board.table[name] for name in words} == words
+    assert_same(as_result(numbers | words, {"pp": 2}), tracked_run.result)
+
+
+def test_both_trackers_have_the_request_and_its_layout(history, board):
+    config = config_of(history[1])
+    assert (config["dp"], config["num_microbatches"], config["model"]["hidden"]) == (2, 4, 16)
+    assert config["layout"] == {
+        "schedule": "1f1b", "pp": 2, "dp": 2, "tp": 1, "ep": 1, "stages_per_rank": 1,
+        "num_microbatches": 4, "group": None, "split_backward": False, "recompute": "none",
+        "overlap": "grad_reduce", "world_size": 4, "num_stages": 2, "layers_per_stage": [2.0, 0.0],
+    }  # fmt: skip
+    shown = {name: board.parameters[f"layout/{name}"] for name in ("schedule", "pp", "dp")}
+    assert shown == {"schedule": "1f1b", "pp": 2, "dp": 2}
+    assert board.parameters["model/hidden"] == 16
+
+
+def test_every_tracker_has_one_row_per_step_counted_from_1(tracked_run, history, board):
+    rows, _ = history
+    steps = [row["trainer/global_step"] for row in rows if "timeline/path" not in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(tracked_run.folder)] == steps
+    assert list(board.points["train_loss"]) == steps
+    assert list(board.points["val_loss"]) == [3, 6]
+
+
+def test_rows_are_those_of_metrics_csv_under_the_names_of_the_page(tracked_run, history, board):
+    rows = [row for row in history[0] if "timeline/path" not in row]
+    known = read_metrics(tracked_run.folder)
+    for name, column in ROWS.items():
+        if name.startswith("predicted/") or name.endswith(PER_RANK):
+            continue
+        values = {row["step"]: row[column] for row in known if row[column] is not None}
+        found = {row["trainer/global_step"]: row[name] for row in rows if name in row}
+        assert found == pytest.approx(values, rel=1e-5), name
+        assert board.points[name] == pytest.approx(values, rel=1e-5), name
+        assert values or name == "mfu", name
+
+
+def test_rows_have_the_prediction_next_to_the_memory_of_every_rank(tracked_run, history, board):
+    rows = [row for row in history[0] if "timeline/path" not in row]
+    known = tracked_run.result
+    for row, columns in zip(rows, read_metrics(tracked_run.folder), strict=True):
+        measured = [row[f"measured/peak_memory_bytes/rank_0000{rank}"] for rank in (0, 1)]
+        assert max(measured) == columns["peak_memory_bytes_max"]
+        predicted = [row[f"predicted/peak_memory_bytes/rank_0000{rank}"] for rank in (0, 1)]
+        assert predicted == known["predicted_peak_memory_bytes"]
+        assert row["predicted/step_time_s"] == known["predicted_step_time_s"]
+        assert row["predicted/bubble_ratio"] == known["bubble_ratio"]
+        assert row["predicted/exposed_grad_reduce_s"] == known["exposed_grad_reduce"]
+    assert len(board.points["predicted/step_time_s"]) == 6
+
+
+def test_the_terminal_says_where_wandb_keeps_a_run_and_how_to_upload_it(tracked_run):
+    (folder,) = tracked_run.folder.rglob("offline-run-*")
+    lines = [line for line in tracked_run.output.splitlines() if line.startswith("wandb: ")]
+    sync = f"wandb: to upload this run: wandb sync {folder}"
+    assert lines == [f"wandb: offline, in {folder}", sync]
+
+
+def test_a_run_without_a_login_stays_offline_and_says_how_to_upload_it(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    (logger,) = build_loggers(run_of("tracking=wandb"), tmp_path)
+    assert isinstance(logger, WandbRows)
+    try:
+        folder = logger.experiment.settings.sync_dir
+        assert logger.place() == f"wandb: no login, so this run stays offline, in {folder}"
+        sync = f"wandb login && wandb sync {folder}"
+        assert logger.upload() == f"wandb: to upload this run: {sync}"
+    finally:
+        logger.experiment.finish()
+
+
+def test_a_training_that_fails_says_so_in_both_trackers(tmp_path):
+    run = run_of("tracking=[wandb,tensorboard]", "tracking.offline=true")
+    said: list[str] = []
+    tracked = Tracked(run, build_loggers(run, tmp_path), tmp_path / "checkpoints", said.append)
+    tracked.start()
+    tracked.fail(3)
+    (file,) = tmp_path.rglob("*.wandb")
+
+    def codes() -> list[int]:
+        found = (r for r in read_records(file) if r.WhichOneof("record_type") == "exit")
+        return [record.exit.exit_code for record in found]
+
+    # wandb's own process writes the end of the file.
+    assert within(30, lambda: codes() == [1])
+    assert summary_of(read_records(file))["status"] == "failed"
+    assert Board(tmp_path / "tensorboard").table["status"] == "failed"
+    assert "wandb sync" in said[-1]
 
 
 def test_a_training_goes_on_where_wandb_has_no_room(tmp_path, monkeypatch):
     said: list[str] = []
-    tracked = Tracked([], tmp_path, said.append)
+    tracked = Tracked(run_of(), [], tmp_path, said.append)
     row = {"step": 1, "lr": 0.1}
 
     def full() -> None:
@@ -68,137 +288,100 @@ def test_a_training_goes_on_where_wandb_has_no_room(tmp_path, monkeypatch):
     assert said[0].startswith("warning: wandb's folders take no more ([Errno 28] No space left")
 
 
-def test_wandb_without_a_key_writes_every_step_locally(wandb_run, history):
-    rows, _ = history
-    written = {
-        int(row["trainer/global_step"]): row["train_loss"] for row in rows if "train_loss" in row
-    }
-    losses = [row["train_loss"] for row in read_metrics(wandb_run.folder)]
-    assert list(written.values()) == pytest.approx(losses, rel=1e-5)
-    assert len(losses) == 6
-    validated = [row["val_loss"] for row in rows if "val_loss" in row]
-    known = [row["val_loss"] for row in read_metrics(wandb_run.folder) if row["val_loss"]]
-    assert validated == pytest.approx(known, rel=1e-5)
-    assert len(known) == 2
-
-
-def test_wandb_knows_the_run(wandb_run, history):
+def test_wandb_knows_the_run(tracked_run, history):
     _, run = history
     assert run.project == "mine"
-    assert list(run.tags) == ["a", "b"]
-    assert run.run_group == "tracked"
-    assert run.display_name == wandb_run.folder.name
-    settings = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert settings["pp"] == 2
-    assert settings["model"]["hidden"] == 16
+    assert run.run_group == "1f1b pp=2 dp=2 tp=1"
+    assert list(run.tags) == ["1f1b", "pp=2", "dp=2", "tp=1", "tracked", "a", "b"]
+    assert run.display_name == tracked_run.folder.name
 
 
-def test_wandb_has_every_figure_of_every_step(wandb_run, history):
-    rows, _ = history
-    for name in OURS:
-        found = {int(r["trainer/global_step"]) + 1: r[name] for r in rows if name in r}
-        known = {int(r["step"]): r[name] for r in read_metrics(wandb_run.folder) if name in r}
-        assert len(known) == 6
-        assert found == pytest.approx(known, rel=1e-5), name
+def artifacts(records: list[Any], kind: str) -> list[Any]:
+    found = [r.artifact for r in records if r.WhichOneof("record_type") == "artifact"]
+    return [artifact for artifact in found if artifact.type == kind]
 
 
-def test_wandb_has_the_memory_of_every_rank(wandb_run, history):
-    rows, _ = history
-    peaks = [
-        [row[f"peak_memory_bytes/rank_{rank:05d}"] for rank in (0, 1)]
-        for row in rows
-        if "peak_memory_bytes_max" in row
-    ]
-    assert [max(pair) for pair in peaks] == [
-        row["peak_memory_bytes_max"] for row in read_metrics(wandb_run.folder)
-    ]
-
-
-def test_wandb_has_the_timeline_as_a_page_and_as_a_picture(wandb_run, history):
-    rows, _ = history
-    (row,) = [row for row in rows if "timeline/path" in row]
-    (folder,) = (wandb_run.folder / "wandb").glob("offline-run-*/files")
-    page, picture = (
-        (folder / row[f"{name}/path"]).read_bytes() for name in ("timeline", "timeline_image")
-    )
-    assert (row["timeline/_type"], row["timeline_image/_type"]) == ("html-file", "image-file")
-    assert row["timeline/sha256"] == hashlib.sha256(page).hexdigest()
-    assert re.findall("<section><h2>(.*?)</h2>", page.decode()) == ["predicted", "measured"]
-    assert row["timeline_image/sha256"] == hashlib.sha256(picture).hexdigest()
+def test_wandb_has_the_timeline_as_an_artifact_and_as_a_picture(tracked_run, records, history):
+    (artifact,) = artifacts(records, "timeline")
+    (entry,) = artifact.manifest.contents
+    assert entry.path == "timeline.html"
+    page = (tracked_run.folder / "timeline.html").read_bytes()
+    assert entry.size == pytest.approx(len(page), rel=0.05)
+    (row,) = [row for row in history[0] if "timeline/path" in row]
+    (folder,) = (tracked_run.folder / "wandb").glob("offline-run-*/files")
+    picture = (folder / row["timeline/path"]).read_bytes()
+    assert row["timeline/_type"] == "image-file"
+    assert row["timeline/sha256"] == hashlib.sha256(picture).hexdigest()
     assert picture.startswith(b"\x89PNG")
 
 
-def test_wandb_has_the_manifest_of_every_checkpoint(wandb_run, records):
-    artifacts = {
-        next(a for a in record.artifact.aliases if a != "latest"): json.loads(
-            record.artifact.metadata
+def test_wandb_has_the_manifest_of_every_checkpoint(tracked_run, records):
+    found = {
+        next(alias for alias in artifact.aliases if alias != "latest"): json.loads(
+            artifact.metadata
         )
-        for record in records
-        if record.WhichOneof("record_type") == "artifact"
+        for artifact in artifacts(records, "checkpoint")
     }
-    assert sorted(artifacts) == ["step-00000003", "step-00000006"]
-    for name, metadata in artifacts.items():
-        path = wandb_run.folder / "checkpoints" / f"{name}.ckpt"
+    assert sorted(found) == ["step-00000003", "step-00000006"]
+    for name, metadata in found.items():
+        path = tracked_run.folder / "checkpoints" / f"{name}.ckpt"
         manifest = json.loads((path / "manifest.json").read_text())
         assert metadata["path"] == str(path)
         assert metadata["files"] == manifest["files"]
         assert metadata["step"] == int(name[-8:])
-        assert metadata["layout"] == {"pp": 2, "dp": 1, "tp": 1, "world_size": 2}
+        assert metadata["layout"] == {"pp": 2, "dp": 2, "tp": 1, "world_size": 4}
 
 
-def test_a_key_in_the_environment_is_in_no_file(wandb_run):
-    files = [path for path in wandb_run.cwd.rglob("*") if path.is_file()]
+def test_a_key_in_the_environment_is_in_no_file(tracked_run):
+    files = [path for path in tracked_run.cwd.rglob("*") if path.is_file()]
     assert len(files) > 10
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
-    assert CANARY not in wandb_run.output + wandb_run.errors
+    assert CANARY not in tracked_run.output + tracked_run.errors
 
 
 def test_a_requeued_training_stays_one_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    config = replace(LaunchConfig(), tracking=replace(LaunchConfig().tracking, name="wandb"))
     (tmp_path / "resolved.json").write_text('{"run_id": "0badcafe"}')
-    for offline in (True, False):
-        given = replace(config, tracking=replace(config.tracking, offline=offline))
-        (logger,) = build_loggers(given, tmp_path)
+    for offline in ("true", "false"):
+        run = run_of("tracking=wandb", f"tracking.offline={offline}")
+        (logger,) = build_loggers(run, tmp_path)
+        assert isinstance(logger, WandbRows)
         options = logger._wandb_init
         assert options["id"] == "0badcafe"
         assert options["resume"] == "allow"
         assert options["settings"].console == "off"
 
 
-def test_runs_of_a_sweep_are_a_group(tmp_path):
+def test_runs_of_a_sweep_have_its_tag_and_the_group_of_their_layout(tmp_path):
     folder = tmp_path / "2026-01-02" / "03-04-05"
-    config = replace(LaunchConfig(), experiment_name="mine")
-    assert grouped(config, folder).tracking.group == "mine 2026-01-02 03-04-05"
+    config = replace(LaunchConfig(), pp=4, experiment_name="mine")
+    group, tags = group_and_tags(tagged(config, folder), dp=2)
+    assert group == "1f1b pp=4 dp=2 tp=1"
+    assert tags == ["1f1b", "pp=4", "dp=2", "tp=1", "mine", "sweep 2026-01-02 03-04-05"]
     given = replace(config, tracking=replace(config.tracking, group="theirs"))
-    assert grouped(given, folder) is given
+    assert group_and_tags(given, dp=2)[0] == "theirs"
 
 
-def test_wandb_files_are_private_and_in_the_run_folder(wandb_run):
-    assert [path.name for path in wandb_run.cwd.iterdir() if not path.name.startswith(".")] == [
+@pytest.mark.parametrize("host", ["", "https://wandb.example.org"])
+def test_a_login_is_found_where_wandb_puts_it(host, tmp_path, monkeypatch):
+    from wandb.sdk.lib import urls
+    from wandb.sdk.lib.wbauth.wbnetrc import write_netrc_auth
+
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if host:
+        monkeypatch.setenv("WANDB_BASE_URL", host)
+    assert not has_wandb_key()
+    write_netrc_auth(host=host or urls.DEFAULT_BASE_URL, api_key="k" * 40)
+    assert has_wandb_key()
+
+
+def test_wandb_files_are_private_and_in_the_run_folder(tracked_run):
+    assert [path.name for path in tracked_run.cwd.iterdir() if not path.name.startswith(".")] == [
         "outputs"
     ]
-    files = list((wandb_run.folder / "wandb").rglob("*"))
+    files = list((tracked_run.folder / "wandb").rglob("*"))
     assert files
     for path in files:
         assert path.is_symlink() or path.stat().st_mode & 0o077 == 0, path
-
-
-@pytest.mark.full
-def test_tensorboard_gets_every_step(tmp_path):
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    done = launch([*RUN, "tracking=tensorboard"], tmp_path).assert_done()
-    (file,) = (done.folder / "tensorboard").glob("events.out.tfevents.*")
-    found: dict[str, list[float]] = {}
-    for event in EventFileLoader(str(file)).Load():
-        for value in event.summary.value:
-            number = value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
-            found.setdefault(value.tag, []).append(number)
-    rows = read_metrics(done.folder)
-    assert found["train_loss"] == pytest.approx([row["train_loss"] for row in rows], rel=1e-5)
-    known = [row["val_loss"] for row in rows if row["val_loss"]]
-    assert found["val_loss"] == pytest.approx(known, rel=1e-5)
-    for name in OURS:
-        assert found[name] == pytest.approx([row[name] for row in rows], rel=1e-5), name
-    assert len(found["peak_memory_bytes/rank_00000"]) == len(rows)
