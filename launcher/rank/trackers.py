@@ -284,7 +284,11 @@ class WandbRows(Rows, WandbLogger):
 
 
 class TensorBoardRows(Rows, TensorBoardLogger):
-    """TensorBoard, one point per optimizer step; its tabs HPARAMS and TEXT have the summary."""
+    """TensorBoard, one point per optimizer step.
+
+    Its tabs HPARAMS and TEXT have the summary, CUSTOM SCALARS what W&B's view has: predicted and
+    measured metrics as lines of one chart.
+    """
 
     def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
         TensorBoardLogger.log_metrics(self, metrics, step)
@@ -293,7 +297,12 @@ class TensorBoardRows(Rows, TensorBoardLogger):
         lines = [f"| {name} | {value} |" for name, value in metrics.items()]
         text = "\n".join(["| metric | value |", "|---|---|", *lines])
         self.experiment.add_text("summary", text, step)
-        if metrics["status"] != "running":  # HPARAMS takes request and numbers once
+        if metrics["status"] == "running":
+            names = ("step_time_s", "bubble_ratio", "exposed_grad_reduce_s", "peak_memory_bytes/.*")
+            pairs = {name: [f"measured/{name}", f"predicted/{name}"] for name in names}
+            charts = {name.partition("/")[0]: ["Multiline", tags] for name, tags in pairs.items()}
+            self.experiment.add_custom_scalars({"predicted and measured": charts})
+        else:  # HPARAMS takes request and numbers once
             self.sink = None
             numbers = {f"summary/{name}": v for name, v in metrics.items() if is_number(v)}
             self.log_hyperparams(self.hparams, numbers, step)

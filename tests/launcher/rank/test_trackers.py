@@ -69,15 +69,18 @@ class Board:
         points: By tag, the value of each step.
         table: Of the last text ``summary``.
         parameters: What the tab HPARAMS shows.
+        charts: Of the tab CUSTOM SCALARS, the patterns of tags by title.
     """
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
         self.points: dict[str, dict[int, float]] = {}
         self.table: dict[str, str] = {}
         self.parameters: dict[str, Any] = {}
+        self.charts: dict[str, list[str]] = {}
         for file in sorted(folder.glob("events.out.tfevents.*")):
             for event in EventFileLoader(str(file)).Load():
                 for value in event.summary.value:
@@ -86,6 +89,10 @@ class Board:
                         data = HParamsPluginData.FromString(plugin.content)
                         for name, item in data.session_start_info.hparams.items():
                             self.parameters[name] = getattr(item, item.WhichOneof("kind"))
+                    elif plugin.plugin_name == "custom_scalars":
+                        layout = Layout.FromString(value.tensor.string_val[0])
+                        found = [chart for each in layout.category for chart in each.chart]
+                        self.charts = {each.title: [*each.multiline.tag] for each in found}
                     elif plugin.plugin_name == "text":
                         lines = value.tensor.string_val[0].decode().splitlines()[2:]
                         cells = (line.strip("| ").split(" | ", 1) for line in lines)
@@ -271,6 +278,17 @@ def test_a_training_that_fails_says_so_in_both_trackers(tmp_path):
     assert summary_of(read_records(file))["status"] == "failed"
     assert Board(tmp_path / "tensorboard").table["status"] == "failed"
     assert "wandb sync" in said[-1]
+
+
+def test_tensorboard_draws_every_measurement_with_its_prediction(board):
+    pairs = {name for name in ROWS if name.startswith(("predicted/", "measured/"))}
+    drawn = [pattern for patterns in board.charts.values() for pattern in patterns]
+    for patterns in board.charts.values():
+        assert [pattern.partition("/")[0] for pattern in patterns] == ["measured", "predicted"]
+    for name in pairs:
+        assert any(re.fullmatch(pattern, name) for pattern in drawn), name
+    for pattern in drawn:
+        assert any(re.fullmatch(pattern, tag) for tag in board.points), pattern
 
 
 def test_a_training_goes_on_where_wandb_has_no_room(tmp_path, monkeypatch):
