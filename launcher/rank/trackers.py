@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -201,6 +202,9 @@ def build_loggers(run: Run, run_dir: Path) -> list[Rows]:
     return found or ([RowLogger(run_dir)] if own and "none" not in names else [])
 
 
+_SHOWN = ("layout", "model", "optimizer", "seed")  # of the request, as columns of HPARAMS
+
+
 class Rows(Logger):
     """Collects what Lightning, modules and callbacks log, for the row of its step.
 
@@ -288,7 +292,12 @@ class TensorBoardRows(Rows, TensorBoardLogger):
 
     Its tabs HPARAMS and TEXT have the summary, CUSTOM SCALARS what W&B's view has: predicted and
     measured metrics as lines of one chart.
+
+    Attributes:
+        request: What ``hparams.yaml`` has whole, and HPARAMS in part.
     """
+
+    request: Mapping[str, Any] = MappingProxyType({})
 
     def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
         TensorBoardLogger.log_metrics(self, metrics, step)
@@ -305,7 +314,9 @@ class TensorBoardRows(Rows, TensorBoardLogger):
         else:  # HPARAMS takes request and numbers once
             self.sink = None
             numbers = {f"summary/{name}": v for name, v in metrics.items() if is_number(v)}
-            self.log_hyperparams(self.hparams, numbers, step)
+            hidden = self.request.keys() - _SHOWN
+            shown = {name: v for name, v in self.hparams.items() if name not in hidden}
+            self.log_hyperparams(shown, numbers, step)
             self.save()
 
 
@@ -320,6 +331,7 @@ def _tensorboard(run: Run, run_dir: Path) -> Rows:
             f"Try {install_words('tensorboard')}, or tracking=csv."
         ) from error
     logger.hparams = request(run)
+    logger.request = dict(logger.hparams)
     return logger
 
 

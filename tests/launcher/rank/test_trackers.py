@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launcher.compose.job_start import tagged
 from launcher.compose.session import compose_checked, hydra_session
@@ -190,7 +191,7 @@ def test_every_figure_of_the_run_is_in_tensorboard_under_the_name_of_the_page(
     assert_same(as_result(numbers | words, {"pp": 2}), tracked_run.result)
 
 
-def test_both_trackers_have_the_request_and_its_layout(history, board):
+def test_both_trackers_have_the_request_and_its_layout(tracked_run, history, board):
     config = config_of(history[1])
     assert (config["dp"], config["num_microbatches"], config["model"]["hidden"]) == (2, 4, 16)
     assert config["layout"] == {
@@ -201,6 +202,10 @@ def test_both_trackers_have_the_request_and_its_layout(history, board):
     shown = {name: board.parameters[f"layout/{name}"] for name in ("schedule", "pp", "dp")}
     assert shown == {"schedule": "1f1b", "pp": 2, "dp": 2}
     assert board.parameters["model/hidden"] == 16
+    heads = {name.partition("/")[0] for name in board.parameters}
+    assert heads == {"layout", "model", "optimizer", "seed"}
+    kept = yaml.safe_load((tracked_run.folder / "tensorboard" / "hparams.yaml").read_text())
+    assert kept == {name: value for name, value in config.items() if name != "_wandb"}
 
 
 def test_every_tracker_has_one_row_per_step_counted_from_1(tracked_run, history, board):
@@ -210,6 +215,69 @@ def test_every_tracker_has_one_row_per_step_counted_from_1(tracked_run, history,
     assert [row["step"] for row in read_metrics(tracked_run.folder)] == steps
     assert list(board.points["train_loss"]) == steps
     assert list(board.points["val_loss"]) == [3, 6]
+
+
+NET = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", self.net(batch).mean(), on_step=True, on_epoch=True)
+        self.log("per_batch", self.net(batch).mean(), on_step=True, on_epoch=False)
+
+    def on_train_epoch_end(self):
+        self.log("epochs", float(self.current_epoch + 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, batch_size: int):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.eye(4).repeat(6, 1), self.batch_size)
+
+    val_dataloader = train_dataloader
+"""
+
+
+def test_what_validations_and_epochs_log_is_in_the_row_of_its_step_alone(tmp_path):
+    (tmp_path / "nets.py").write_text(NET)
+    done = launch(
+        ["model=class", "model.path=nets:Net", "data=class", "data.path=nets:Data", "pp=1",
+         "data.global_batch_size=4", "data.microbatch_size=2", "trainer.max_steps=8",
+         "trainer.val_check_interval=3", "tracking=wandb", "tracking.offline=true",
+         "callbacks.rate.path=lightning.pytorch.callbacks:LearningRateMonitor"],
+        tmp_path,
+    ).assert_done()  # fmt: skip
+    columns = read_metrics(done.folder)
+    (file,) = done.folder.rglob("*.wandb")
+    rows = [row for row in rows_and_run(read_records(file))[0] if "timeline/path" not in row]
+    assert [row["step"] for row in columns] == [*range(1, 9)]
+    assert [row["trainer/global_step"] for row in rows] == [*range(1, 9)]
+    steps = {
+        "lr-SGD": [*range(1, 9)], "score_epoch": [3, 6], "epochs": [6, 8],
+        "train_loss_epoch": [6, 8],
+    }  # fmt: skip
+    for name, where in steps.items():
+        assert [row["step"] for row in columns if row[name] is not None] == where, name
+        assert [row["trainer/global_step"] for row in rows if name in row] == where, name
+    assert not {"score", "per_batch"} & {*columns[0]}
 
 
 def test_rows_are_those_of_metrics_csv_under_the_names_of_the_page(tracked_run, history, board):
