@@ -88,7 +88,7 @@ def sections() -> list[Section]:
         "Step time, predicted and measured": [
             pair("step time", "step_time_s"),
             lines("tokens per second", "tokens_per_s"),
-            lines("model FLOPs utilization", "mfu"),
+            lines("MFU", "mfu"),
         ],
         "Bubble and exposed reduction": [
             pair("bubble", "bubble_ratio"),

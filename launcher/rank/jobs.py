@@ -36,7 +36,7 @@ from launcher.rank.checkpoint_callbacks import (
     StopWhenAsked,
 )
 from launcher.rank.own_parts import build_own_callbacks, build_own_data, build_own_model
-from launcher.rank.trackers import RowLogger, Rows, Tracked, build_loggers
+from launcher.rank.trackers import build_loggers, track
 from launcher.report.predicted import ideal_step_s
 from launcher.resolve import Run, text_source
 from launcher.workloads.data.identity import data_identity
@@ -260,12 +260,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         log_every_n_steps=given.log_every_n_steps,
         enable_checkpointing=True,  # StopWhenAsked may have to
     )
-    loggers = [logger for logger in trainer.loggers if isinstance(logger, Rows)]
-    for logger in loggers:
-        logger.sink = progress.collect
-    trackers = [each for each in loggers if rank == 0 and not isinstance(each, RowLogger)]
-    tracked = Tracked(run, trackers, folder, progress.note)
-    progress.follow = tracked.row
+    tracked = track(run, trainer.loggers, progress, folder)
     tracked.start()
     try:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)

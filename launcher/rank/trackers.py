@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from launcher.checkpoints import manifest_of
 from launcher.config.decode import brings_own
 from launcher.processes.task import run_id
-from launcher.rank.callbacks import is_number, numbers_of
+from launcher.rank.callbacks import Progress, is_number, numbers_of
 from launcher.report.html import Panel, write_timeline_html
 from launcher.report.predicted import predict, run_title, with_memory
 from launcher.report.sweep.picture import timeline_png
@@ -78,7 +78,7 @@ class Tracked:
         self._predicted = {**before_training(self._run, metrics), "status": "running"}
         self._repeated = repeated_metrics(summary_metrics(self._predicted))
         for logger in self._loggers:
-            logger.log_summary(summary_metrics(self._predicted), 0)
+            logger.begin(summary_metrics(self._predicted))
         for logger in self._wandb():
             self._tell(logger.place())
             self._upload = logger.upload()
@@ -100,19 +100,20 @@ class Tracked:
         for logger in self._wandb():
             self._beside(partial(self._log_timeline, logger, measured, outcome["steps"]))
         result = after_training({**self._predicted, "status": status}, outcome, measured)
-        self._close(result, outcome["steps"])
+        for logger in self._loggers:
+            close = partial(logger.close, summary_metrics(result), outcome["steps"])
+            self._beside(close) if isinstance(logger, WandbRows) else close()
+        self._tell_upload()
 
     def fail(self, step: int) -> None:
         """Sends that the training ended with an error after ``step``."""
-        # That error is the one to report.
-        with contextlib.suppress(Exception):
-            self._close({**self._predicted, "status": "failed"}, step)
-
-    def _close(self, result: Mapping[str, object], step: int) -> None:
+        result = {**self._predicted, "status": "failed"}
         for logger in self._loggers:
-            self._beside(partial(logger.log_summary, summary_metrics(result), step))
-        for logger in self._wandb():
-            self._beside(partial(logger.experiment.finish, int(result["status"] == "failed")))
+            with contextlib.suppress(Exception):  # The error of the training is the one to report.
+                logger.close(summary_metrics(result), step)
+        self._tell_upload()
+
+    def _tell_upload(self) -> None:
         if self._upload is not None:
             self._tell(self._upload)
 
@@ -188,6 +189,18 @@ def _log_manifest(logger: WandbRows, path: Path, manifest: Mapping[str, Any]) ->
     logger.experiment.log_artifact(artifact, aliases=[path.stem])
 
 
+def track(run: Run, loggers: Sequence[Logger], progress: Progress, folder: Path) -> Tracked:
+    """Has the trainer's loggers fed by rows, on rank 0; checkpoints are in ``folder``."""
+    rows = [logger for logger in loggers if isinstance(logger, Rows)]
+    for logger in rows:
+        logger.sink = progress.collect
+    on_first = progress.file is not None
+    trackers = [each for each in rows if on_first and not isinstance(each, RowLogger)]
+    tracked = Tracked(run, trackers, folder, progress.note)
+    progress.follow = tracked.row
+    return tracked
+
+
 # Loggers next to metrics.csv: W&B (offline without a login) and TensorBoard.
 
 
@@ -230,8 +243,11 @@ class Rows(Logger):
     def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
         """Logs one row at once; the rows of steps count from 1."""
 
-    def log_summary(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Keeps what is known once per run, in place of what was kept before."""
+    def begin(self, metrics: Mapping[str, Any]) -> None:
+        """Keeps what is known of the run before step 1."""
+
+    def close(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Keeps what is known once per run, after ``step``, and ends it."""
 
 
 class RowLogger(Rows):
@@ -264,8 +280,12 @@ class WandbRows(Rows, WandbLogger):
     def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
         WandbLogger.log_metrics(self, metrics, step)
 
-    def log_summary(self, metrics: Mapping[str, Any], step: int) -> None:
+    def begin(self, metrics: Mapping[str, Any]) -> None:
         self.experiment.summary.update(dict(metrics))
+
+    def close(self, metrics: Mapping[str, Any], step: int) -> None:
+        self.experiment.summary.update(dict(metrics))
+        self.experiment.finish(int(metrics["status"] == "failed"))
 
     def place(self) -> str:
         """Where the run is, in one line."""
@@ -302,22 +322,26 @@ class TensorBoardRows(Rows, TensorBoardLogger):
     def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
         TensorBoardLogger.log_metrics(self, metrics, step)
 
-    def log_summary(self, metrics: Mapping[str, Any], step: int) -> None:
+    def begin(self, metrics: Mapping[str, Any]) -> None:
+        self._add_table(metrics, 0)
+        names = ("step_time_s", "bubble_ratio", "exposed_grad_reduce_s", "peak_memory_bytes/.*")
+        pairs = {name: [f"measured/{name}", f"predicted/{name}"] for name in names}
+        charts = {name.partition("/")[0]: ["Multiline", tags] for name, tags in pairs.items()}
+        self.experiment.add_custom_scalars({"predicted and measured": charts})
+
+    def close(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._add_table(metrics, step)
+        self.sink = None
+        hidden = self.request.keys() - _SHOWN
+        shown = {name: value for name, value in self.hparams.items() if name not in hidden}
+        numbers = {f"summary/{name}": value for name, value in metrics.items() if is_number(value)}
+        self.log_hyperparams(shown, numbers, step)
+        self.save()
+
+    def _add_table(self, metrics: Mapping[str, Any], step: int) -> None:
         lines = [f"| {name} | {value} |" for name, value in metrics.items()]
         text = "\n".join(["| metric | value |", "|---|---|", *lines])
         self.experiment.add_text("summary", text, step)
-        if metrics["status"] == "running":
-            names = ("step_time_s", "bubble_ratio", "exposed_grad_reduce_s", "peak_memory_bytes/.*")
-            pairs = {name: [f"measured/{name}", f"predicted/{name}"] for name in names}
-            charts = {name.partition("/")[0]: ["Multiline", tags] for name, tags in pairs.items()}
-            self.experiment.add_custom_scalars({"predicted and measured": charts})
-        else:  # HPARAMS takes request and numbers once
-            self.sink = None
-            numbers = {f"summary/{name}": v for name, v in metrics.items() if is_number(v)}
-            hidden = self.request.keys() - _SHOWN
-            shown = {name: v for name, v in self.hparams.items() if name not in hidden}
-            self.log_hyperparams(shown, numbers, step)
-            self.save()
 
 
 def _tensorboard(run: Run, run_dir: Path) -> Rows:

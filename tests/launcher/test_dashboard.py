@@ -186,7 +186,7 @@ def test_without_a_login_it_prints_what_it_would_save(server, tmp_path, monkeypa
         "dashboard: no login, so nothing was saved. View foldpipe of project mine:\n"
         "  Loss: loss, learning rate, gradient norm\n"
         "  Step time, predicted and measured: "
-        "step time, tokens per second, model FLOPs utilization\n"
+        "step time, tokens per second, MFU\n"
         "  Bubble and exposed reduction: bubble, exposed reduction\n"
         "  Memory per rank: measured peak memory, predicted peak memory\n"
         "  Sweep: parallel coordinates, predicted and measured step time\n"
