@@ -7,7 +7,7 @@ docs/reference/metrics.md has the names of the metrics, docs/guides/dashboards.m
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.config import LaunchConfig
 from launcher.secrets import has_wandb_key
@@ -33,12 +33,13 @@ def run(config: LaunchConfig) -> int:
     if not has_wandb_key():
         say(f"dashboard: no login, so nothing was saved. View {TITLE} of project {project}:")
         for section in sections():
-            say(f"  {section.name}: {', '.join(str(panel.title) for panel in section.panels)}")
+            titles = (getattr(panel, "title", "") for panel in section.panels)
+            say(f"  {section.name}: {', '.join(map(str, titles))}")
         say("dashboard: to save it, run `wandb login` and this command again")
         return 0
     try:
         api = wandb.Api(timeout=20)
-        entity = config.tracking.entity or api.default_entity
+        entity = config.tracking.entity or api.default_entity or ""
         view = ws.Workspace(
             name=TITLE,
             entity=entity,
@@ -76,10 +77,13 @@ def sections() -> list[Section]:
     layout = ("schedule", "pp", "dp", "tp", "num_microbatches")
     summary = ("predicted/step_time_s", "measured/step_time_s", "measured/bubble_ratio",
                "tokens_per_s", "loss_last")  # fmt: skip
-    axes = [*(wr.Config(f"layout.{name}") for name in layout), *map(wr.SummaryMetric, summary)]
+    axes: list[Any] = [
+        *(wr.Config(f"layout.{name}") for name in layout),
+        *map(wr.SummaryMetric, summary),
+    ]
     columns = [wr.ParallelCoordinatesPlotColumn(metric=axis) for axis in axes]
     predicted, measured = map(wr.SummaryMetric, summary[:2])
-    made = {
+    made: dict[str, list[Any]] = {
         "Loss": [
             lines("loss", "train_loss", "val_loss"),
             lines("learning rate", "lr"),

@@ -79,9 +79,9 @@ class Tracked:
         self._repeated = repeated_metrics(summary_metrics(self._predicted))
         for logger in self._loggers:
             logger.begin(summary_metrics(self._predicted))
-        for logger in self._wandb():
-            self._tell(logger.place())
-            self._upload = logger.upload()
+        for ours in self._wandb():
+            self._tell(ours.place())
+            self._upload = ours.upload()
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
         """Sends a row of metrics.csv; ``peaks``: bytes, per pipeline rank."""
@@ -97,8 +97,8 @@ class Tracked:
         stopped_by = outcome["stopped_by"]
         status = "interrupted" if stopped_by == "SIGINT" else "preempted" if stopped_by else "done"
         self._beside(self._checkpoints)
-        for logger in self._wandb():
-            self._beside(partial(self._log_timeline, logger, measured, outcome["steps"]))
+        for ours in self._wandb():
+            self._beside(partial(self._log_timeline, ours, measured, outcome["steps"]))
         result = after_training({**self._predicted, "status": status}, outcome, measured)
         for logger in self._loggers:
             close = partial(logger.close, summary_metrics(result), outcome["steps"])

@@ -16,7 +16,7 @@ from launcher.commands.dashboard import AXIS, VIEW
 from launcher.report.tracked import request
 from launcher.resolve import resolve
 from tests.launcher.command_line import run_here
-from tests.launcher.rank.test_trackers import ROWS, SUMMARY
+from tests.launcher.metric_names import ROWS, SUMMARY
 
 KEY = "k" * 40
 

@@ -24,6 +24,7 @@ from launcher.report.closing_report import closing_lines
 from launcher.report.tracked import group_and_tags
 from launcher.resolve import Run, resolve
 from launcher.secrets import has_wandb_key
+from tests.launcher.metric_names import ROWS, SUMMARY
 from tests.launcher.runs import MODEL, Finished, launch, read_metrics, within
 from tests.launcher.wandb_log import config_of, read_records, rows_and_run, summary_of
 
@@ -34,7 +35,6 @@ RUN = (
     "experiment_name=tracked",
 )  # fmt: skip
 CANARY = "canary-5f1d20-do-not-copy-this-anywhere-"
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
 
 @pytest.fixture(scope="module")
@@ -109,25 +109,6 @@ def run_of(*words: str) -> Run:
         return resolve(compose_checked([*MODEL, *words])[0])
 
 
-def page_tables() -> tuple[dict[str, str], dict[str, str]]:
-    """Of the reference page: (tracker's name -> column of a row, -> field of result.json)."""
-    rows, summary = PAGE.read_text(encoding="utf-8").split("## Summary")
-    found = []
-    for text in (rows, summary):
-        pairs: dict[str, str] = {}
-        for line in text.splitlines():
-            cells = [cell.strip() for cell in line.strip("|").split(" |")]
-            names = re.findall("`([^`]+)`", cells[0])
-            if line.startswith("| `"):
-                theirs = re.findall("`([^`]+)`", cells[1]) or names
-                pairs |= dict(
-                    zip(names, theirs if len(theirs) == len(names) else names, strict=True)
-                )
-        found.append(pairs)
-    return found[0], found[1]
-
-
-ROWS, SUMMARY = page_tables()
 PER_RANK = "/rank_00000"
 
 
