@@ -119,16 +119,16 @@ class Tracked:
 
     def _beside(self, hand_on: Callable[[], None]) -> None:
         """Does it unless wandb's folders take no more: a training does not end for a copy."""
-        if self._lost:
-            return
         try:
             hand_on()
         except OSError as error:
-            self._lost = True
-            self._tell(
-                f"warning: wandb's folders take no more ({error}), and the run goes on without "
-                "checkpoints and pictures there. Make room where WANDB_CACHE_DIR and WANDB_DIR are."
-            )
+            told, self._lost = self._lost, True
+            if not told:
+                self._tell(
+                    f"warning: wandb's folders take no more ({error}), and the run goes on without "
+                    "checkpoints and pictures there. Make room where WANDB_CACHE_DIR and WANDB_DIR "
+                    "are."
+                )
 
     def _wandb(self) -> list[WandbRows]:
         return [logger for logger in self._loggers if isinstance(logger, WandbRows)]
@@ -328,6 +328,7 @@ class TensorBoardRows(Rows, TensorBoardLogger):
         pairs = {name: [f"measured/{name}", f"predicted/{name}"] for name in names}
         charts = {name.partition("/")[0]: ["Multiline", tags] for name, tags in pairs.items()}
         self.experiment.add_custom_scalars({"predicted and measured": charts})
+        self.experiment.flush()
 
     def close(self, metrics: Mapping[str, Any], step: int) -> None:
         self._add_table(metrics, step)

@@ -310,21 +310,53 @@ def test_a_run_without_a_login_stays_offline_and_says_how_to_upload_it(tmp_path,
         logger.experiment.finish()
 
 
-def test_a_training_that_fails_says_so_in_both_trackers(tmp_path):
-    run = run_of("tracking=[wandb,tensorboard]", "tracking.offline=true")
-    said: list[str] = []
-    tracked = Tracked(run, build_loggers(run, tmp_path), tmp_path / "checkpoints", said.append)
-    tracked.start()
-    tracked.fail(3)
-    (file,) = tmp_path.rglob("*.wandb")
+def closed(folder: Path) -> tuple[int, str]:
+    """Exit code and status of a run that wandb has closed in this process."""
+    (file,) = folder.rglob("*.wandb")
 
     def codes() -> list[int]:
         found = (r for r in read_records(file) if r.WhichOneof("record_type") == "exit")
         return [record.exit.exit_code for record in found]
 
     # wandb's own process writes the end of the file.
-    assert within(30, lambda: codes() == [1])
-    assert summary_of(read_records(file))["status"] == "failed"
+    assert within(30, lambda: len(codes()) == 1)
+    return codes()[0], summary_of(read_records(file))["status"]
+
+
+def test_a_run_whose_pictures_have_no_room_is_closed_all_the_same(tmp_path, monkeypatch):
+    run = run_of("tracking=wandb", "tracking.offline=true")
+    said: list[str] = []
+    tracked = Tracked(run, build_loggers(run, tmp_path), tmp_path / "checkpoints", said.append)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tracked, "_log_timeline", full)
+    tracked.start()
+    tracked.end({"steps": 3, "stopped_by": None}, None)
+    assert [line.split()[1] for line in said][1:] == ["wandb's", "to"]
+    assert closed(tmp_path) == (0, "done")
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "status"), [(None, "done"), ("SIGINT", "interrupted"), ("SIGTERM", "preempted")]
+)
+def test_a_training_that_was_stopped_has_the_status_of_result_json(stopped_by, status, tmp_path):
+    run = run_of("tracking=tensorboard")
+    tracked = Tracked(run, build_loggers(run, tmp_path), tmp_path / "checkpoints")
+    tracked.start()
+    assert Board(tmp_path / "tensorboard").table["status"] == "running"
+    tracked.end({"steps": 3, "stopped_by": stopped_by}, None)
+    assert Board(tmp_path / "tensorboard").table["status"] == status
+
+
+def test_a_training_that_fails_says_so_in_both_trackers(tmp_path):
+    run = run_of("tracking=[wandb,tensorboard]", "tracking.offline=true")
+    said: list[str] = []
+    tracked = Tracked(run, build_loggers(run, tmp_path), tmp_path / "checkpoints", said.append)
+    tracked.start()
+    tracked.fail(3)
+    assert closed(tmp_path) == (1, "failed")
     assert Board(tmp_path / "tensorboard").table["status"] == "failed"
     assert "wandb sync" in said[-1]
 
