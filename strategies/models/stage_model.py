@@ -454,6 +454,10 @@ class StageModel(ABC):
         """Per stage, how many layers have experts on other ranks; () for none. After ``cut``."""
         return ()
 
+    def compute_whole(self, whole: bool) -> None:
+        """Lets cut layers compute with whole weights, which are there now, or with shares again."""
+        return
+
     @property
     def partial_parameters(self) -> Collection[str]:
         """Whole parameters whose gradients are to be added up over tensor-parallel ranks."""

@@ -182,6 +182,11 @@ class UnitModel(StageModel):
         """Norms under sequence parallelism, and what the plan says."""
         return () if self._sharding is None else self._sharding.partial
 
+    def compute_whole(self, whole: bool) -> None:
+        for shares in (self._sharding, self._expert_shares):
+            if shares is not None:
+                shares.compute_whole(whole)
+
     def _draw(self, name: str, unit: nn.Module) -> None:
         """Gives a unit its weights, if the module was built on the meta device."""
         if any(parameter.is_meta for parameter in unit.parameters()):

@@ -49,6 +49,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b-dp2": {"pp": 2, "dp": 2, "schedule": "1f1b"},
     "zb_v-dp2": {"pp": 2, "dp": 2, "schedule": "zb_v"},
 }
+SHARED: dict[str, dict[str, Any]] = {
+    "tp2": {"pp": 1, "tp": 2},
+    "pp2-tp2": {"pp": 2, "tp": 2, "schedule": "1f1b"},
+    "dp2-tp2": {"pp": 1, "dp": 2, "tp": 2},
+}
 MORE = [pytest.param(name, marks=pytest.mark.full) for name in ("1f1b", "zb_v", "1f1b-dp2")]
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["zb_v-dp2", *MORE])
 _EVERY_DAY = ("1f1b", "zb_v-dp2", "zb_v")
@@ -161,11 +166,16 @@ def train(
                 "logger": logger, "default_root_dir": folder, **trainer,
             },
         ) as run:  # fmt: skip
+            buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+            weights = run.weights
+            if strategy is not None and strategy.get("tp", 1) * strategy.get("ep", 1) > 1:
+                state = run.strategy.full_state_dict(everywhere=True)
+                weights = {n: state[n] for n in run.engine.model.parameter_names}
             return Fitted(
                 metrics=run.metrics,
                 logged=_rows(logger),
-                weights=run.weights,
-                buffers={n: b.detach().clone() for n, b in module.named_buffers()},
+                weights=weights,
+                buffers=buffers,
                 told=None if told is None else _find(told)(module, run.trainer),
             )
 
@@ -191,10 +201,10 @@ def equal_to_stock(
         for key, value in {"case": case, "told": told, "callbacks": callbacks}.items()
         if value is not None
     }
-    options = LAYOUTS[layout] | dict(strategy or {})
+    options = (LAYOUTS | SHARED)[layout] | dict(strategy or {})
     replicas = options.get("dp", 1)
     (stock,) = ranks(1).run(train, strategy=None, replicas=replicas, **names, **trainer)
-    world = options["pp"] * replicas
+    world = options["pp"] * options.get("tp", 1) * replicas
     piped: list[Fitted] = ranks(world).run(train, strategy=options, **names, **trainer)
     for rank, fitted in enumerate(piped):
         assert fitted.metrics == pytest.approx(stock.metrics, abs=TOLERANCE), f"rank {rank}"

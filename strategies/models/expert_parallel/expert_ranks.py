@@ -31,7 +31,7 @@ from torch import Tensor
 
 from strategies.models.state import kept_generators
 from strategies.models.tensor_parallel.regions import Entrance, as_written, leave
-from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
 
 # --------------------------------------------------------------------------------------------------
 # A forward and a backward of one rank in turn, each while the other's tokens travel.
@@ -175,6 +175,19 @@ class ExpertRanks:
         return (
             self.rank if self.slicers is None else self.rank * self.slicers.size + self.slicers.rank
         )
+
+    def whole(self, share: Tensor, shard: Shard | Grid) -> Tensor:
+        """All experts of a stack, from this rank's share of them; collective."""
+        experts = shard
+        if isinstance(shard, Grid):
+            assert self.slicers is not None
+            share = shard.inner.whole(self.slicers.gather(share).unbind(0))
+            experts = shard.outer
+        assert isinstance(experts, Shard)
+        shares = share.unsqueeze(0)
+        if self._group is not None:
+            shares = TensorRanks(self._group).gather(share)
+        return experts.whole(shares.unbind(0))
 
     @as_written
     def enter(self, tensor: Tensor) -> Tensor:

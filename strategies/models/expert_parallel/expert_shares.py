@@ -52,6 +52,7 @@ class ExpertShares:
                 they declare is not there.
         """
         self.ranks = ranks
+        self._cut: list[HasExperts] = []
         layers = named_expert_layers(module)
         _check_declared(layers)
         self.shards: dict[str, Shard | Grid] = {
@@ -82,15 +83,19 @@ class ExpertShares:
         """Cuts the experts of one unit, whose weights are there; the others' memory is free."""
         for name, layer in named_expert_layers(module.get_submodule(unit_name), unit_name):
             layer.exchange = self.ranks
+            self._cut.append(layer)
             assert isinstance(layer, nn.Module)
             for inside in layer.expert_parameters:
-                path, _, leaf = inside.rpartition(".")
-                owner = layer.get_submodule(path)
-                whole = owner.get_parameter(leaf)
+                stack = layer.get_parameter(inside)
                 if self.ranks.size > 1 or self.ranks.slicers is not None:
                     shard = self.shards[f"{name}.{inside}"]
-                    share = shard.local(whole.detach(), self.ranks.place)
-                    setattr(owner, leaf, nn.Parameter(share, requires_grad=whole.requires_grad))
+                    # The same object: its hooks stay, and lists that have it.
+                    stack.data = shard.local(stack.detach(), self.ranks.place)
+
+    def compute_whole(self, whole: bool) -> None:
+        """Lets layers compute with all of their experts, which are there, or ask the others."""
+        for layer in self._cut:
+            layer.exchange = None if whole else self.ranks
 
 
 def _check_declared(layers: Sequence[tuple[str, HasExperts]]) -> None:

@@ -320,9 +320,12 @@ class CutModule(FollowedSteps):
         return self._table.names
 
     @property
-    def table(self) -> ParameterTable | None:
-        """None where ranks hold shares: nobody puts these together for people's hooks."""
-        return self._table if self._sharding is None else None
+    def table(self) -> ParameterTable:
+        return self._table
+
+    def compute_whole(self, whole: bool) -> None:
+        if self._sharding is not None:
+            self._sharding.compute_whole(whole)
 
     def first_stages(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -414,7 +417,6 @@ def cut_layers(
         whole = _numbers(module, example, None)
     sharding = PlanSharding(plan, ranks, module, whole.foreign)
     sharding.apply()
-    sharding.forget_wholes()
     if not sharding.cut:
         why = [f"{layer}: {reason}" for layer, reason in list(sharding.kept.items())[:3]]
         because = f" ({'; '.join(why)})" if why else ""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
@@ -78,8 +79,10 @@ class PlanSharding:
             self._names.setdefault(id(parameter), []).append(name)
         self._tied = {name: own for own in self._names.values() for name in own}
         self._turned = self._read(module, foreign)
-        self._shares: dict[int, tuple[Tensor, nn.Parameter, Shard]] = {}
+        # Of parameters that are shares by now: how, and the shape of the whole.
+        self._shares: dict[int, tuple[Shard, torch.Size]] = {}
         self._layers: dict[str, tuple[nn.Module, type[nn.Module], dict[str, Shard]]] = {}
+        self._before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
 
     def apply(self, within: str = "") -> None:
         """Cuts the layers of a module of this name, which have their weights; "" is for all."""
@@ -91,9 +94,20 @@ class PlanSharding:
                 self._become(name, layer, *self._turned[name], entrance)
                 self.cut.append(name)
 
-    def forget_wholes(self) -> None:
-        """Lets go of the whole weights; nothing is cut afterwards."""
-        self._shares.clear()
+    def compute_whole(self, whole: bool) -> None:
+        """Lets layers compute as they did before they were cut, or with shares again."""
+        for layer, kind, share in reversed(self._before):
+            layer.__class__ = kind
+            layer.__dict__.update(share)
+        self._before.clear()
+        if whole:
+            kinds = [*self.values.looked_after, *(cut[:2] for cut in self._layers.values())]
+            for layer, kind in kinds:
+                # Without its share it can be copied.
+                own = vars(layer)
+                share = {"share": own.pop("share")} if "share" in own else {}
+                self._before.append((layer, type(layer), share))
+                layer.__class__ = kind
 
     @contextmanager
     def uncut(self, within: str) -> Iterator[dict[str, nn.Parameter]]:
@@ -162,25 +176,29 @@ class PlanSharding:
         weight = layer._parameters["weight"]
         assert weight is not None
         # A tied weight may be a share by now.
-        known = self._shares.get(id(weight))
-        size = weight.shape[dim] if known is None else known[2].size
+        sizes = {
+            own: self._shares[id(p)][1] if id(p) in self._shares else p.shape
+            for own, p in layer._parameters.items()
+            if p is not None
+        }
+        size = sizes["weight"][dim]
         segments = row.segments if row.style == "column" else 1
-        cut = Shard(dim, size, ranks.size, segments) if known is None else known[2]
+        cut = Shard(dim, size, ranks.size, segments)
+        if id(weight) in self._shares:
+            cut = self._shares[id(weight)][0]
         gathers = row.style == "column" and row.whole_output
-        share = CutLayer(layer, self.values, entrance, cut, gathers=gathers)
+        share = CutLayer(layer, sizes, self.values, entrance, cut, gathers=gathers)
         parts = {"weight": cut}
         bias = layer._parameters.get("bias")
         if bias is not None and kind in _WITH_BIAS:
             parts["bias"] = Shard(0, size, ranks.size, segments)
         for own, shard in parts.items():
-            whole = layer._parameters[own]
-            assert whole is not None
-            if id(whole) not in self._shares:
-                local = shard.local(whole.detach(), ranks.rank)
-                part = nn.Parameter(local, requires_grad=whole.requires_grad)
-                # By both, as whoever ties may do so by the whole or by the share.
-                self._shares[id(whole)] = self._shares[id(part)] = (whole, part, shard)
-            layer._parameters[own] = self._shares[id(whole)][1]
+            parameter = layer._parameters[own]
+            assert parameter is not None
+            if id(parameter) not in self._shares:
+                # The same object: its hooks stay, and lists that have it.
+                parameter.data = shard.local(parameter.detach(), ranks.rank)
+                self._shares[id(parameter)] = shard, sizes[own]
             self.shards |= dict.fromkeys(self._tied[f"{name}.{own}"], shard)
         self._layers[name] = (layer, type(layer), parts)
         layer.__class__ = kind

@@ -142,21 +142,33 @@ class SplitOutput:
 
     def __init__(self, ranks: TensorRanks) -> None:
         self._ranks = ranks
+        self.whole = False  # whether there is nothing to split for a while
 
     def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return split_stream(output, self._ranks)
+        return output if self.whole else split_stream(output, self._ranks)
 
 
-def become(layer: nn.Module, other: nn.Module) -> None:
-    """Turns a layer into another one in its place, with the hooks and the mode that it has.
+class Turned:
+    """A layer that has become another one in its place, with the hooks and the mode that it has.
 
     Whoever refers to the layer (a list, a second name, a forward that closes over it) finds the
     other one. Modules differ in nothing but their class and their attributes.
     """
-    common = nn.Module().__dict__.keys() - {"_parameters"}
-    own = {key: value for key, value in other.__dict__.items() if key not in common}
-    layer.__class__ = type(other)
-    layer.__dict__.update(own)
+
+    def __init__(self, layer: nn.Module, other: nn.Module) -> None:
+        self._layer = layer
+        common = nn.Module().__dict__.keys()
+        self._kinds = type(layer), type(other)
+        self._other = {key: v for key, v in other.__dict__.items() if key not in common}
+        self._before = {key: v for key, v in layer.__dict__.items() if key in self._other}
+        self.turn(back=False)
+
+    def turn(self, *, back: bool) -> None:
+        """Into the other layer, or into the one that it was."""
+        for key in self._other:
+            self._layer.__dict__.pop(key, None)
+        self._layer.__dict__.update(self._before if back else self._other)
+        self._layer.__class__ = self._kinds[not back]
 
 
 # -- cross entropy and choice over logits that are cut along the vocabulary ------------------------

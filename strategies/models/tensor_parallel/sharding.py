@@ -17,9 +17,9 @@ from strategies.models.tensor_parallel.sharded_layers import (
     RowLinear,
     SequenceDropout,
     SplitOutput,
+    Turned,
     VocabularyEmbedding,
     VocabularyShare,
-    become,
 )
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
@@ -45,9 +45,11 @@ class Sharding:
         self.shards: dict[str, Shard] = {}
         self.partial: set[str] = set()
         self._styles: dict[str, Style] = {}
-        # Shares of weights that several layers use; the whole ones are kept so that their ids last.
-        self._shares: dict[int, tuple[weakref.ref[Any], nn.Parameter, Shard]] = {}
+        # Of weights that several layers use, and that are shares by now.
+        self._shares: dict[int, tuple[weakref.ref[Any], Shard]] = {}
         self._tied = _tied(module)
+        self._turned: list[Turned] = []
+        self._splits: list[SplitOutput] = []
         names = [name for name, _ in module.named_modules() if name]
         for pattern, given in plan().items():
             style = read_style(pattern, given)
@@ -75,7 +77,7 @@ class Sharding:
                 layer = module.get_submodule(name)
                 turned = self._cut(name, layer, style, entrance)
                 if turned is not None:
-                    become(layer, turned)
+                    self._turned.append(Turned(layer, turned))
         entrance.forget_after(unit)
 
     def finish(self, canonical: Mapping[str, str]) -> None:
@@ -84,6 +86,13 @@ class Sharding:
             self.shards[canonical[name]] = shard
         self.partial = {canonical[name] for name in self.partial}
         self._shares.clear()
+
+    def compute_whole(self, whole: bool) -> None:
+        """Lets layers compute as they did before they were cut, or with shares again."""
+        for turned in self._turned:
+            turned.turn(back=whole)
+        for split in self._splits:
+            split.whole = whole
 
     def _cut(
         self, name: str, layer: nn.Module, style: Style, entrance: Entrance
@@ -132,7 +141,8 @@ class Sharding:
         if not self.ranks.sequence:
             return None
         if isinstance(style, Split):
-            layer.register_forward_hook(SplitOutput(self.ranks))
+            self._splits.append(SplitOutput(self.ranks))
+            layer.register_forward_hook(self._splits[-1])
             return None
         self.partial |= {f"{name}.{own}" for own, _ in layer.named_parameters()}
         if isinstance(layer, nn.Dropout) and _is_plain(layer, nn.Dropout):
@@ -141,25 +151,22 @@ class Sharding:
 
     def _share(self, name: str, whole: Tensor, dim: int) -> nn.Parameter:
         known = self._shares.get(id(whole))
-        if known is not None and known[0]() is whole:
-            # The weight of another layer, cut already.
-            self.shards[name] = known[2]
-            return known[1]
         if not isinstance(whole, nn.Parameter) or type(whole.data) is not Tensor:
             raise ModelError(
                 f"{name} is a {type(whole).__name__}, not a plain parameter. Declare "
                 "tensor_parallel_plan() instead of cutting layers by hand."
             )
+        if known is not None and known[0]() is whole:
+            # The weight of another layer, cut already.
+            self.shards[name] = known[1]
+            return whole
         shard = Shard(dim, whole.shape[dim], self.ranks.size)
-        share = nn.Parameter(
-            shard.local(whole.detach(), self.ranks.rank), requires_grad=whole.requires_grad
-        )
+        # The same object: its hooks stay, and lists that have it.
+        whole.data = shard.local(whole.detach(), self.ranks.rank)
         self.shards[name] = shard
         if name in self._tied:
-            # A module may tie by the share as well as by the whole, whose memory is not held here.
-            self._shares[id(whole)] = (weakref.ref(whole), share, shard)
-            self._shares[id(share)] = (weakref.ref(share), share, shard)
-        return share
+            self._shares[id(whole)] = weakref.ref(whole), shard
+        return whole
 
     def _check_even(self, name: str, size: int, block: int) -> None:
         parts = self.ranks.size

@@ -7,6 +7,7 @@ need not come out even. A layer that a replay asks for shapes alone answers as t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class CutLayer:
     def __init__(
         self,
         layer: nn.Module,
+        sizes: Mapping[str, torch.Size],
         values: ShareValues,
         entrance: Entrance,
         cut: Shard,
@@ -47,7 +49,7 @@ class CutLayer:
         self.gathers = gathers
         self.held = cut.held(values.ranks.rank)
         # In a tuple: it is nobody's child and has no weights.
-        self._uncut = (_without_data(layer),)
+        self._uncut = (_without_data(layer, sizes),)
 
     def is_by_shape(self, layer: nn.Module) -> bool:
         """Whether only shapes are wanted: a replay asks for them, or the weights are elsewhere."""
@@ -288,7 +290,7 @@ BY_INPUTS = _kinds(_ConvolutionByInputs, *CONVOLUTIONS)
 BY_INPUTS |= _kinds(_TransposedByInputs, *TRANSPOSED)
 
 
-def _without_data(layer: nn.Module) -> nn.Module:
+def _without_data(layer: nn.Module, sizes: Mapping[str, torch.Size]) -> nn.Module:
     """The layer as it is, with shapes alone; without hooks, which are those of the other one."""
     twin = type(layer).__new__(type(layer))
     nn.Module.__init__(twin)
@@ -298,7 +300,7 @@ def _without_data(layer: nn.Module) -> nn.Module:
     for name, parameter in layer._parameters.items():
         meta = None
         if parameter is not None:
-            empty = torch.empty_like(parameter, device="meta")
+            empty = torch.empty(sizes[name], dtype=parameter.dtype, device="meta")
             meta = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         twin.register_parameter(name, meta)
     return twin

@@ -69,6 +69,8 @@ class ShareValues:
         # do that can: what DTensor does with their backwards is not what autograd needs.
         self.by_whole: set[str] = set()
         self.all_whole = False
+        # Layers that ``look_after`` was called for, and what they were before.
+        self.looked_after: list[tuple[nn.Module, type[nn.Module]]] = []
         self._entrances: list[Entrance] = []
         self._entered = 0
 
@@ -115,6 +117,7 @@ class ShareValues:
         looked_after = type(kind.__name__, (kind,), {"forward": forward})
         looked_after.__module__, looked_after.__qualname__ = kind.__module__, kind.__qualname__
         layer.__class__ = looked_after
+        self.looked_after.append((layer, kind))
 
     @property
     def allowed(self) -> bool:

@@ -144,7 +144,9 @@ class UnitSharding:
     def finish(self, canonical: Mapping[str, str]) -> None:
         for name, shard in list(self._cut.shards.items()):
             self._cut.shards[canonical.get(name, name)] = shard
-        self._cut.forget_wholes()
+
+    def compute_whole(self, whole: bool) -> None:
+        self._cut.compute_whole(whole)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ class RankWeights(RankSetup):
         wanted = mesh.hook_groups(
             self.coordinates,
             fast=self.options.backend == "nccl",
-            together=self.stream is not None,
+            together=self.stream is not None or self.coordinates.exchanges_across,
         )
         self._create(wanted, timeout_s=timeout_s)
 

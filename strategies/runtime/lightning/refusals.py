@@ -31,9 +31,12 @@ from strategies.schedules import find_schedule
 
 
 def refuse_module(
-    trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, compiled: bool
+    trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, compiled: bool, shared: bool
 ) -> None:
-    """Refuses modules and callbacks that decide what the program decides."""
+    """Refuses modules and callbacks that decide what the program decides.
+
+    ``shared``: ranks have shares of weights.
+    """
     if not module.automatic_optimization:
         refuse_manual(trainer, module, plan)
     found = find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
@@ -77,7 +80,7 @@ def refuse_module(
                     "by an optimizer of configure_optimizers()."
                 )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _refuse_callback(callback, module, plan)
+        _refuse_callback(callback, module, plan, shared)
 
 
 def refuse_uncuttable(module: nn.Module) -> None:
@@ -100,7 +103,7 @@ def refuse_uncuttable(module: nn.Module) -> None:
             )
 
 
-def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan) -> None:
+def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan, shared: bool) -> None:
     """Refuses what changes the model in a way that its stages cannot follow."""
     name = type(callback).__name__
     averages = isinstance(callback, StochasticWeightAveraging) or is_weight_averaging(callback)
@@ -119,11 +122,11 @@ def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan) -> N
             "step runs forwards and backwards together. Use WeightAveraging, or a norm without "
             "running statistics (GroupNorm, LayerNorm)."
         )
-    if isinstance(callback, ModelPruning) and plan.pp > 1:
+    if isinstance(callback, ModelPruning) and (plan.pp > 1 or shared):
         raise ModelError(
             f"the callback {name} replaces parameters by others during training; the stages and "
             "optimizers of a pipeline hold those that were there at the start. Prune the module "
-            "before fit() (torch.nn.utils.prune), or use pp=1."
+            "before fit() (torch.nn.utils.prune), or use pp=1 tp=1 ep=1."
         )
 
 

@@ -106,7 +106,9 @@ class SetupStrategy(UpdatingStrategy):
         module = self.lightning_module
         assert module is not None
         self.accelerator.setup(trainer)
-        refuse_module(trainer, module, self._plan, compiled=self._options.compile)
+        options = self._options
+        shared = options.tp > 1 or options.ep > 1
+        refuse_module(trainer, module, self._plan, compiled=options.compile, shared=shared)
         if not schedule_of(self._plan).synchronous:
             if trainer.state.fn == TrainerFn.FITTING:
                 refuse_stream(trainer, module, self._plan, on_nan=self._options.on_nan)
@@ -259,7 +261,9 @@ class SetupStrategy(UpdatingStrategy):
         stream = self._engine.stream
         self._loop = None if stream is None else StreamLoop(self, self._engine)
         self._hooks = None
-        if (self.coordinates.pp > 1 or self._loop) and self._engine.model.table is not None:
+        where = self.coordinates
+        whole = self._engine.model.table is not None and (where.pp > 1 or self._loop)
+        if whole or where.tp > 1 or where.ep > 1:
             self._hooks = ParameterHooks(
                 self._engine,
                 module,

@@ -357,13 +357,16 @@ def checkpoint_groups(where: Coordinates) -> Wanted:
 
 
 def hook_groups(where: Coordinates, *, fast: bool, together: bool) -> Wanted:
-    """Ranks of each replica, for people's hooks; ``fast`` for a group beside it for tensors.
+    """Ranks of each replica, for people's hooks, and pipelines, for what their stages bring.
 
-    ``together``: and all ranks, where replicas have to come to the same.
+    ``fast``: for tensors a group beside it. ``together``: and all ranks, where replicas have to
+    come to the same.
     """
-    purposes = ("hooks", "whole") if fast else ("hooks",)
     replicas = [where.replica(replica) for replica in range(where.dp)]
-    found = [(purpose, replica) for purpose in purposes for replica in replicas]
+    sharers = range(where.tp)
+    pipelines = [where.pipeline(replica, s) for replica in range(where.dp) for s in sharers]
+    found = [("hooks", ranks) for ranks in dict.fromkeys((*replicas, *pipelines))]
+    found += [("whole", pipeline) for pipeline in pipelines if fast]
     if together and where.dp > 1:
         found.append(("hooks", tuple(sorted(rank for one in replicas for rank in one))))
     return found

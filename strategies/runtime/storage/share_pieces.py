@@ -53,6 +53,17 @@ class Shares:
             if self._writes(name)
         }
 
+    def pieces_of_whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same from whole tensors."""
+        return self.pieces(
+            {
+                name: self._shards[name].local(value, self._rank_for(name))
+                if name in self._shards
+                else value
+                for name, value in state.items()
+            }
+        )
+
     def optimizer_pieces(
         self, named: Mapping[str, Any], parameters: Mapping[str, Tensor]
     ) -> dict[str, Any]:

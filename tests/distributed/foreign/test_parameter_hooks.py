@@ -28,6 +28,7 @@ from strategies.runtime.lightning.refusals import refuse_optimizers
 from tests.ranks.comparison import (
     EVERY_LAYOUT,
     LAYOUTS,
+    SHARED,
     WIDTH,
     Net,
     equal_to_stock,
@@ -521,9 +522,32 @@ EVERYDAY = (
     "own_backward", "swa", "ema", "freezing_middle", "finetuning",
 )  # fmt: skip
 
+SHARES_EVERYDAY = (
+    ("norms_logged", "pp2-tp2"), ("by_hand", "tp2"), ("swa", "tp2"), ("ema", "pp2-tp2"),
+    ("kept_parameters", "dp2-tp2"), ("mean_teacher", "tp2"),
+)  # fmt: skip
+
 
 @spread(EVERYDAY, name="name", seldom=[name for name in CASES if name not in EVERYDAY])
 def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[int], Ranks]) -> None:
+    case, options = CASES[name]
+    stock, piped = equal_to_stock(ranks, case, layout, **options)
+    assert all(fitted.told == stock.told for fitted in piped)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(
+            name, layout, marks=() if (name, layout) in SHARES_EVERYDAY else pytest.mark.full
+        )
+        for name in CASES
+        for layout in SHARED
+    ],
+)
+def test_a_hook_sees_whole_weights_where_ranks_share_them(
+    name: str, layout: str, ranks: Callable[[int], Ranks]
+) -> None:
     case, options = CASES[name]
     stock, piped = equal_to_stock(ranks, case, layout, **options)
     assert all(fitted.told == stock.told for fitted in piped)
@@ -668,7 +692,7 @@ class Around(Normed):
         return self.inside.step(closure)
 
 
-class Noisy(Signed):
+class NoisySteps(Signed):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = super().step(closure)
         with torch.no_grad():
@@ -705,7 +729,7 @@ _DRAWS = "draws random numbers"
         (Late, _OTHERS),
         (AcrossGroups, _OTHERS),
         (Polyak, _OTHERS),
-        (Noisy, _DRAWS),
+        (NoisySteps, _DRAWS),
         (NoisyByItself, _DRAWS),
         (Slow, "keeps tensors of the whole model"),
         (Signed, None),

@@ -468,4 +468,4 @@ def test_layers_without_a_shape_are_refused() -> None:
     trainer: Any = None  # Nobody has asked it by then.
     plan = Plan("1f1b", pp=2, num_microbatches=4)
     with pytest.raises(ModelError, match=r"net\.0\.weight gets its shape in the first forward"):
-        refuse_module(trainer, Unsized(), plan, compiled=False)
+        refuse_module(trainer, Unsized(), plan, compiled=False, shared=False)

@@ -46,6 +46,7 @@ from strategies.runtime.messages.fingerprint import (
     tell_odd_ones,
     tell_odd_rates,
 )
+from strategies.runtime.storage.part import Piece
 
 if TYPE_CHECKING:
     from strategies.runtime.lightning.checkpoints.checkpointing_strategy import (
@@ -190,11 +191,18 @@ class CheckpointWriter:
         """For a folder: of what hooks have made of the whole state, this rank's part."""
         plain: dict[str, Any] = without_sights(checkpoint, None)
         known = set(self._strategy.whole.names)
-        plain["state_dict"] = {
+        state = {
             name: value
             for name, value in plain["state_dict"].items()
             if name in self._parts or (name not in known and self._strategy.is_global_zero)
         }
+        whole = {
+            name: value
+            for name, value in state.items()
+            if isinstance(self._parts.get(name), Piece) and not isinstance(value, Piece)
+        }
+        shares = self._strategy._shares(self._strategy.engine.holders(share=True))
+        plain["state_dict"] = state | shares.pieces_of_whole(whole)
         return plain
 
     def _as_file(self, checkpoint: Mapping[str, Any]) -> bool:

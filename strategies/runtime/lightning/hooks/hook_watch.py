@@ -83,15 +83,18 @@ def is_clearing() -> bool:
 def listings_watched(
     touched: Callable[[nn.Module], None],
     refuse_new: Callable[[nn.Module, Any], None] = lambda *_: None,
+    called: Callable[[nn.Module], None] | None = None,
 ) -> Iterator[None]:
     """Tells of every module that is asked for its parameters or copied, before it answers.
 
-    Of one that gets a parameter, too, as pruning gives it one in place of another.
+    Of one that gets a parameter, too, as pruning gives it one in place of another, and of one that
+    is ``called``.
     """
-    ways = (
+    ways = [
         "_named_members", "state_dict", "load_state_dict", "_apply", "__reduce_ex__",
         "register_parameter",
-    )  # fmt: skip
+    ]  # fmt: skip
+    ways += [] if called is None else ["__call__"]
     before = {name: vars(nn.Module).get(name) for name in ways}
 
     def watched(name: str) -> Callable[..., Any]:
@@ -99,7 +102,7 @@ def listings_watched(
 
         @functools.wraps(way)
         def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            touched(self)
+            (called if name == "__call__" and called else touched)(self)
             if name == "register_parameter":
                 refuse_new(self, args)
             return way(self, *args, **kwargs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,15 +98,20 @@ class ParameterHooks(WholeParameters):
 
         Foreign parameters have their shapes there and no values.
         """
-        with self._table.listed():
+        with nullcontext() if self._table is None else self._table.listed():
             yield
             made = list(optimizers())
             self._optimizers = [Groups(optimizer, self._is_foreign) for optimizer in made]
 
     def group_names(self) -> list[list[list[str]]]:
-        """Per optimizer and group the names of its parameters on all ranks, in order."""
-        names = self._table.by_identity()
-        names |= {id(self._table.original(name)): name for name in self._table.freed}
+        """Per optimizer and group the names of its parameters on all ranks, in order.
+
+        [] where a rank knows its own stages alone.
+        """
+        if self._table is None and self._where.pp > 1:
+            return []
+        names = {id(p): name for name, p in self._engine.named_parameters().items()}
+        names |= self._foreign
         return [
             [[names.get(id(p), "") for p in group] for group in groups.whole]
             for groups in self._optimizers
@@ -125,7 +130,8 @@ class ParameterHooks(WholeParameters):
                     groups.show()
                 self._watching = True
                 self._look_at_buffers()
-                stack.enter_context(listings_watched(self._on_listing, self._refuse_new))
+                called = self._on_call if self._sharing else None
+                stack.enter_context(listings_watched(self._on_listing, self._refuse_new, called))
                 stack.enter_context(Watch(self._on_operation))
                 result = function()
                 self._watching = False
@@ -158,6 +164,11 @@ class ParameterHooks(WholeParameters):
         if self._watching and any(id(child) in self._modules for child in module.modules()):
             self._bring(WEIGHTS)
 
+    def _on_call(self, module: nn.Module) -> None:
+        # Before its forward begins, which is another one where weights are whole.
+        if self._watching and id(module) in self._sharing:
+            self._bring(WEIGHTS)
+
     def _refuse_new(self, module: nn.Module, given: Any) -> None:
         if self._watching and self._call is not None and id(module) in self._modules:
             place = next(name for name, child in self._module.named_modules() if child is module)
@@ -177,9 +188,10 @@ class ParameterHooks(WholeParameters):
         """What stands for another rank's parameter: itself where it is here now, or its hole."""
         if not self._here:
             name = self._foreign.get(id(leaf))
-            return leaf if name is None else self._table.find(name)
-        named = isinstance(leaf, Hole) and leaf.parameter is not None
-        return self._table.original(leaf.parameter) if named else leaf
+            return leaf if name is None or self._table is None else self._table.find(name)
+        if isinstance(leaf, Hole) and leaf.parameter is not None and self._table is not None:
+            return self._table.original(leaf.parameter)
+        return leaf
 
     # ---------------------------------------------------------------- bringing
 

@@ -1,7 +1,8 @@
 """The whole model on every rank while a hook looks at it: brought there, and parted behind it.
 
 At the first touch all ranks tell each other what they have come to and what they want (weights,
-gradients); each brings what it owns. Behind the hook each keeps its own part of what was changed.
+gradients); each brings what it owns, of shares the whole. Behind the hook each keeps its own part
+of what was changed. Of a module that declares units a rank has its own stages' parameters alone.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
 from strategies.models.replay.hole import Hole
-from strategies.models.replay.path import ParameterTable
 from strategies.raised import is_late
 from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.hooks.whole_shares import WholeShares
 from strategies.runtime.messages.control import Bulletin
 
 _PATIENCE_S = 300.0
@@ -34,7 +35,6 @@ class WholeParameters:
     """Brings the whole model to this rank while a hook looks at it.
 
     Args:
-        engine: Of a module whose parameters are known everywhere by name (``StageModel.table``).
         reduced: Whether gradients behind this pass are those of all replicas.
         changed: Called when a hook has ended that had the whole model.
         settle: Called on all ranks before weights or gradients are brought; what is under way may
@@ -50,27 +50,26 @@ class WholeParameters:
         changed: Callable[[], None],
         settle: Callable[[], bool],
     ) -> None:
-        table = engine.model.table
-        assert table is not None
         self._engine = engine
         self._module = module
-        self._table: ParameterTable = table
+        self._table = engine.model.table
+        self._shares = WholeShares(engine)
         self._reduced = reduced
         self._changed = changed
         self._settle = settle
         self._where = engine.coordinates
         self._patience_s = min(_PATIENCE_S, engine.options.timeout_s)
         engine.create_hook_groups(timeout_s=self._patience_s)
-        self._group = self._group_of("hooks")
-        # What is under way ends on all replicas or on none.
-        replicas = range(self._where.dp) if engine.stream is not None else [self._where.dp_rank]
+        # What is under way ends on all replicas or on none; so is an expert brought.
+        together = engine.stream is not None or self._where.exchanges_across
+        replicas = range(self._where.dp) if together else [self._where.dp_rank]
         self._ranks = [rank for replica in replicas for rank in self._where.replica(replica)]
         among = tuple(sorted(self._ranks))
         self._bulletin = Bulletin(engine.communicators.get("hooks", among), len(among))
-        first = engine.model.first_stages()
-        self._owners = {
-            name: engine.placement.owners(first[name])[0] for name in engine.model.parameter_names
-        }
+        self._owners = dict.fromkeys(engine.named_parameters(), self._where.pp_rank)
+        if self._table is not None:
+            first = engine.model.first_stages()
+            self._owners = {n: engine.placement.owners(first[n])[0] for n in self._table.names}
         self._buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self._optimizers: list[Groups] = []
         self._wrapped: list[tuple[Any, str, Any]] = []  # with what was there before, if anything
@@ -85,11 +84,15 @@ class WholeParameters:
 
     def _look(self) -> None:
         """Notes which objects count as the module's."""
-        self._foreign = {id(self._table.original(name)): name for name in self._table.freed}
+        self._foreign: dict[int, str] = {}
+        if self._table is not None:
+            self._foreign = {id(self._table.original(name)): name for name in self._table.freed}
         own = {id(parameter) for parameter in self._engine.named_parameters().values()}
         self._parameters = own | self._foreign.keys()
         modules = list(self._module.modules())
         self._modules = {id(module) for module in modules}
+        cut = self._shares.ids
+        self._sharing = {id(m) for m in modules if any(id(p) in cut for p in m.parameters())}
         self._tables = [module._buffers for module in modules]
         self._look_at_buffers()
 
@@ -140,7 +143,7 @@ class WholeParameters:
                     "apply the same, or schedule=pipedream_2bw."
                 )
             if GRADIENTS in kinds and not self._has_gradients:
-                self._bring_gradients(self._of_pipeline(said))
+                self._bring_gradients(self._of_pipeline(said), self._of_sharers(said))
             if kind != END or kinds == {END}:
                 return
 
@@ -163,7 +166,13 @@ class WholeParameters:
     def _of_pipeline(self, said: Sequence[Any]) -> list[Any]:
         """What the ranks of this replica have said, by pipeline rank."""
         by_rank = dict(zip(sorted(self._ranks), said, strict=True))
-        return [by_rank[rank] for rank in self._where.replica(self._where.dp_rank)]
+        return [by_rank[rank] for rank in self._where.pipeline(self._where.dp_rank)]
+
+    def _of_sharers(self, said: Sequence[Any]) -> list[Any]:
+        """What ranks have said that may have other shares of this one's parameters."""
+        by_rank = zip(sorted(self._ranks), said, strict=True)
+        first = self._where.pp_rank * self._where.dp * self._where.tp
+        return [one for rank, one in by_rank if 0 <= rank - first < self._where.dp * self._where.tp]
 
     def _apart(self, label: str, met: str) -> ModelError:
         return ModelError(
@@ -190,24 +199,42 @@ class WholeParameters:
 
     def _bring_weights(self, said: Sequence[Mapping[str, Any]], label: str) -> None:
         self._engine.complete()
-        wanted = {
-            name: (owner, self._table.spec(name).shape, self._table.spec(name).dtype)
-            for name, owner in self._owners.items()
-        }
-        own = self._engine.named_parameters()
-        values = self._spread(wanted, {name: p.detach() for name, p in own.items()})
-        size = sum(self._table.spec(name).num_bytes for name in wanted)
-        self._bring_buffers(said)
+        self._shares.bring()
+        own = {name: p.detach() for name, p in self._engine.named_parameters().items()}
+        size = sum(p.nbytes for p in own.values())
+        if self._table is not None:
+            wanted = self._wanted(self._owners)
+            values = self._spread(wanted, own)
+            size = sum(Size(shape).numel() * kind.itemsize for _, shape, kind in wanted.values())
+            self._bring_buffers(said)
+            self._table.fill(values)
         self._bring_generators()
-        self._table.fill(values)
         self._here = True
         self._look_at_buffers()
         if label not in self._told:
             self._told.add(label)
             rank_zero_info(
                 f"{label} looks at parameters: the whole model ({size / 2**20:.1f} MiB) is brought "
-                "to every pipeline rank in each call that does."
+                "to every rank in each call that does."
             )
+
+    def _wanted(
+        self, owners: Mapping[str, int]
+    ) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        """For ``_spread``: parameters of the whole model."""
+        assert self._table is not None
+        specs = {name: self._table.spec(name) for name in owners}
+        now = self._engine.named_parameters()
+        return {
+            name: (
+                owner,
+                tuple(now[name].shape)
+                if name in now
+                else self._shares.shape(name, specs[name].shape),
+                specs[name].dtype,
+            )
+            for name, owner in owners.items()
+        }
 
     def _bring_buffers(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Each buffer as the rank has it that has changed it last; of several the last stage's."""
@@ -227,23 +254,27 @@ class WholeParameters:
 
     def _bring_generators(self) -> None:
         """Draws in the hook are the same everywhere."""
-        if self._group is not None:
+        replica = self._where.replica(self._where.dp_rank)
+        group = self._engine.communicators.get("hooks", replica)
+        if group is not None:
             state = torch.default_generator.get_state()
-            first = self._where.global_rank(0, self._where.dp_rank)
-            dist.broadcast(state, src=first, group=self._group)
+            dist.broadcast(state, src=replica[0], group=group)
             torch.default_generator.set_state(state)
 
-    def _bring_gradients(self, said: Sequence[Mapping[str, Any]]) -> None:
-        wanted = {
-            name: (rank, self._table.spec(name).shape, self._table.spec(name).dtype)
-            for rank, one in enumerate(said)
-            for name in one["gradients"]
-        }
+    def _bring_gradients(
+        self, said: Sequence[Mapping[str, Any]], sharers: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._shares.bring_gradients({name for one in sharers for name in one["gradients"]})
+        self._has_gradients = True
+        if self._table is None:
+            return
+        wanted = self._wanted(
+            {name: rank for rank, one in enumerate(said) for name in one["gradients"]}
+        )
         own = {n: p.grad for n, p in self._engine.named_parameters().items() if p.grad is not None}
         for name, gradient in self._spread(wanted, own).items():
             if name in self._table.freed:
                 self._table.original(name).grad = gradient
-        self._has_gradients = True
 
     def _spread(
         self,
@@ -256,7 +287,7 @@ class WholeParameters:
             packs.setdefault((owner, dtype), []).append(name)
         fast = self._engine.options.backend == "nccl"
         device = self._engine.device if fast else torch.device("cpu")
-        group = self._group_of("whole") if fast else self._group
+        group = self._group_of("whole" if fast else "hooks")
         found: dict[str, Tensor] = {}
         for (owner, dtype), names in packs.items():
             sizes = [torch.Size(wanted[name][1]).numel() for name in names]
@@ -274,7 +305,7 @@ class WholeParameters:
         return found
 
     def _group_of(self, purpose: str) -> dist.ProcessGroup | None:
-        return self._engine.communicators.get(purpose, self._where.replica(self._where.dp_rank))
+        return self._engine.communicators.get(purpose, self._where.pipeline(self._where.dp_rank))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -287,11 +318,14 @@ class WholeParameters:
             groups.hide(self._is_foreign)
         if not here:
             return
-        for name in self._table.names:
-            parameter = self._table.find(name)
-            if not isinstance(parameter, Hole) and parameter.grad_fn is not None:
+        now = self._engine.named_parameters().values()
+        if self._table is not None:
+            now = [p for n in self._table.names if not isinstance(p := self._table.find(n), Hole)]
+        for parameter in now:
+            if parameter.grad_fn is not None:
                 parameter.detach_()  # Written in place, of values with gradients.
-        frozen = self._table.take_out()
+        frozen = self._table is not None and self._table.take_out()
+        self._shares.part()
         self._buffers = {n: b.detach().clone() for n, b in self._module.named_buffers()}
         self._engine.adopt(gradients=gradients)
         if frozen or self._engine.trained != self._engine.trained_now():
