@@ -20,7 +20,7 @@ which of their parameters are experts (``strategies.models.expert_parallel.HasEx
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -38,8 +38,8 @@ from strategies.models.selective.region import SelectiveLayer
 from strategies.models.stage_model import Mode, Search, StageModel, StageOutput, Unit
 from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
-from strategies.models.tensor_parallel.sharding import Sharding
-from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks
+from strategies.models.tensor_parallel.sharding import Sharding, ShareReads
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks, is_cut
 from strategies.plan import FAMILIES
 from strategies.sharding_plan import FoundPlan
 
@@ -79,6 +79,7 @@ class UnitModel(StageModel):
         self._expert_shares: ExpertShares | None = None
         self._mixtures: tuple[int, ...] = ()  # of each unit, where ranks share them
         self._unseen: set[int] = set()  # units with such layers that have not run yet
+        self._shares: dict[int, tuple[str, str]] = {}  # of parameters that are shares: name, degree
         self._postponed = False
         self._selective: dict[int, SelectiveLayer] = {}
         self._joined = False
@@ -111,6 +112,7 @@ class UnitModel(StageModel):
                 self._expert_shares.apply(self._module, name)
         if self._sharding is not None:
             self._sharding.finish(self._held.canonical)
+        self._note_shares()
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         owned = (units for units in self._stages if units and units[0] in self._runs)
@@ -182,6 +184,24 @@ class UnitModel(StageModel):
         """Norms under sequence parallelism, and what the plan says."""
         return () if self._sharding is None else self._sharding.partial
 
+    def _note_shares(self) -> None:
+        by_hand = {} if self._found is not None else self.shards
+        cut = {name: "tp" for name in by_hand}
+        cut |= {
+            n: "tp" if isinstance(s, Grid) else "ep" for n, s in self.experts.items() if is_cut(s)
+        }
+        owned = (
+            p
+            for units in self._stages
+            if units and units[0] in self._runs
+            for p in self._held.parameters(units)
+        )
+        self._shares = {id(p): (name, cut[name]) for name, p in owned if name in cut}
+
+    def _outside_units(self) -> AbstractContextManager[Any]:
+        """Around a module's code outside of its units, which takes weights for whole ones."""
+        return ShareReads(self._shares) if self._shares else nullcontext()
+
     def compute_whole(self, whole: bool) -> None:
         for shares in (self._sharding, self._expert_shares):
             if shares is not None:
@@ -224,7 +244,10 @@ class UnitModel(StageModel):
         seed: int | None,
         at_end: Callable[[], Any] | None,
     ) -> StageOutput:
-        tensors = self._declared.pipeline_inputs(batch) if stage == 0 else inputs
+        tensors = inputs
+        if stage == 0:
+            with self._outside_units():
+                tensors = self._declared.pipeline_inputs(batch)
         if self._found is not None and torch.is_grad_enabled():
             named = [(self._units[index].name, self._runs[index]) for index in self._stages[stage]]
             self._found.check(named, tensors)
@@ -352,7 +375,7 @@ class UnitModel(StageModel):
         ends: tuple[Tensor, ...] | str = "",
         marks: Any = None,
     ) -> StageOutput:
-        with captured_logs(self._module) as logs:
+        with captured_logs(self._module) as logs, self._outside_units():
             result = self._declared.pipeline_result(tensors, batch, batch_idx, mode)
         if self._found is not None:
             result = self._found.whole_of(result)

@@ -323,6 +323,9 @@ class CutModule(FollowedSteps):
     def table(self) -> ParameterTable:
         return self._table
 
+    def _between_layers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sharding is None else self._sharding.values.between_layers()
+
     def compute_whole(self, whole: bool) -> None:
         if self._sharding is not None:
             self._sharding.compute_whole(whole)

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +28,9 @@ from strategies.errors import ModelError
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+WHOLE_SHAPE = "_whole_shape"  # attribute of a parameter of which a rank has a share
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,16 @@ class Spec:
             tensor.device if device is None else device,
             tensor.requires_grad,
         )
+
+    @classmethod
+    def of_parameter(cls, parameter: Tensor, device: torch.device | None = None) -> Spec:
+        """The same of the whole of a parameter, of which this rank may have a share."""
+        spec = cls.of(parameter, device)
+        shape = vars(parameter).get(WHOLE_SHAPE)
+        if shape is None:
+            return spec
+        stride = torch.empty(shape, device="meta").stride()
+        return replace(spec, shape=shape, stride=tuple(stride))
 
     @property
     def num_bytes(self) -> int:

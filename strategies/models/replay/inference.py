@@ -268,7 +268,7 @@ def _infer_from_data(
                 return leaf
             if id(leaf) not in made:
                 if isinstance(leaf, Hole | nn.Parameter):
-                    spec = leaf.spec if isinstance(leaf, Hole) else Spec.of(leaf)
+                    spec = leaf.spec if isinstance(leaf, Hole) else Spec.of_parameter(leaf)
                     made[id(leaf)] = torch.full(spec.shape, fill, dtype=spec.dtype)
                 else:
                     made[id(leaf)] = leaf.detach().cpu().clone()

@@ -184,7 +184,7 @@ class ParameterTable:
                 hole = self._freed[name][1]
             else:
                 device = self._device if parameter.is_meta else None
-                hole = Hole(Spec.of(parameter, device))
+                hole = Hole(Spec.of_parameter(parameter, device))
                 hole.parameter = name
             for module, attribute in self._places[name]:
                 module._parameters.pop(attribute, None)
@@ -222,7 +222,9 @@ class ParameterTable:
 
     def spec(self, name: str) -> Spec:
         """What a parameter is, here or elsewhere."""
-        return self._freed[name][1].spec if name in self._freed else Spec.of(self.find(name))
+        return (
+            self._freed[name][1].spec if name in self._freed else Spec.of_parameter(self.find(name))
+        )
 
     def take_out(self) -> bool:
         """Ends ``fill``; says whether a parameter was frozen or unfrozen since.

@@ -284,7 +284,12 @@ class ReplayModel(CutModule):
         ):
             if path.clones_batch or any(tensor.is_inference() for tensor in tensors(batch)):
                 batch = cloned(batch)
-            with suppress(StageDone), apart(self._module, run.metric), run:
+            with (
+                suppress(StageDone),
+                apart(self._module, run.metric),
+                self._between_layers(),
+                run,
+            ):
                 run.begin()
                 try:
                     run.on_return(call_step(self._module, which[0], batch, *where))
@@ -373,9 +378,8 @@ class ReplayModel(CutModule):
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)
             shown = self._table.shown() if run.names_parameters else nullcontext()
             written = as_written() if self._compiled else nullcontext()
-            between = nullcontext() if shares is None else shares.between_layers()
             packed = AsInBatch(run.on_packing) if run.packs else nullcontext()
-            with gates, shown, written, between, packed, run:
+            with gates, shown, written, self._between_layers(), packed, run:
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
                 result = result if shares is None else rebuild(result, whole)
             run.on_return(result)

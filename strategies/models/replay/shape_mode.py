@@ -186,7 +186,7 @@ class ShapeMode(TorchFunctionMode):
             return Spec.of(tensor.detach()).meta()
         key = id(tensor)
         if key not in self._twins:
-            spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
+            spec = tensor.spec if isinstance(tensor, Hole) else Spec.of_parameter(tensor)
             meta = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
             self._twins[key] = meta.requires_grad_(spec.requires_grad)
         return self._twins[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -214,16 +215,7 @@ class FollowedSteps(StageModel):
         mode = which[0]
         path, cache = self._paths.get(which), self._caches.get(which, {})
         if path is None:
-            path = probe_path(
-                self._module,
-                self._units,
-                self._table,
-                mode,
-                batch,
-                batch_idx,
-                cache,
-                dataloader_idx=dataloader_idx,
-            )
+            path = self._probed(mode, batch, batch_idx, cache, dataloader_idx)
         layout = self._layouts[self._first]
         if which != self._first and (len(layout.cuts) == 1 or len(self._owned) < len(layout.cuts)):
             refuse_left(path, STEP_NAMES[mode])
@@ -236,19 +228,34 @@ class FollowedSteps(StageModel):
     ) -> None:
         """Finds anew which tensors between the stages, cut as they are, need a gradient."""
         cache: dict[Hashable, Outcome] = {}
-        path = probe_path(
-            self._module,
-            self._units,
-            self._table,
-            which[0],
-            batch,
-            batch_idx,
-            cache,
-            dataloader_idx=dataloader_idx,
-        )
+        path = self._probed(which[0], batch, batch_idx, cache, dataloader_idx)
         self._layouts[which] = same_layout(path, self._layouts[which], STEP_NAMES[which[0]])
         self._paths[which], self._caches[which] = path, cache
         self._frozen_anew.discard(which)
+
+    def _probed(
+        self,
+        mode: Mode,
+        batch: Any,
+        batch_idx: int,
+        cache: dict[Hashable, Outcome],
+        dataloader_idx: int | None,
+    ) -> Path:
+        with self._between_layers():
+            return probe_path(
+                self._module,
+                self._units,
+                self._table,
+                mode,
+                batch,
+                batch_idx,
+                cache,
+                dataloader_idx=dataloader_idx,
+            )
+
+    def _between_layers(self) -> AbstractContextManager[None]:
+        """Around a step: what layers leave cut over ranks runs inside."""
+        return nullcontext()
 
     @abstractmethod
     def values(

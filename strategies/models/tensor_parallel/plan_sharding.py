@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
+from strategies.models.replay.hole import WHOLE_SHAPE
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.sharding import (
     Column,
@@ -148,6 +149,13 @@ class PlanSharding:
             if used is not None:
                 self.kept[name] = f"{used} is used by {foreign[used]}, not by its own layer alone"
                 continue
+            hooked = next(
+                (n for n, p in layer._parameters.items() if p is not None and p._backward_hooks),
+                None,
+            )
+            if hooked is not None:
+                self.kept[name] = f"a hook (register_hook) looks at the gradient of its {hooked}"
+                continue
             answer = _turn(layer, row, self.values.ranks.size)
             if isinstance(answer, str):
                 self.kept[name] = answer
@@ -199,6 +207,8 @@ class PlanSharding:
                 # The same object: its hooks stay, and lists that have it.
                 parameter.data = shard.local(parameter.detach(), ranks.rank)
                 self._shares[id(parameter)] = shard, sizes[own]
+                self.values.weights[id(parameter)] = f"{name}.{own}", parameter, shard
+                vars(parameter)[WHOLE_SHAPE] = tuple(sizes[own])
             self.shards |= dict.fromkeys(self._tied[f"{name}.{own}"], shard)
         self._layers[name] = (layer, type(layer), parts)
         layer.__class__ = kind

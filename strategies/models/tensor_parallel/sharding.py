@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
+from strategies.models.nested import tensors
+from strategies.models.replay.hole import operation_name, user_line
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.sharded_layers import (
     ColumnLinear,
@@ -185,6 +188,30 @@ class Sharding:
                 f"{name} is an Embedding with max_norm, scale_grad_by_freq or sparse=True, which "
                 "is not cut over ranks. Leave it out of tensor_parallel_plan()."
             )
+
+
+class ShareReads(TorchFunctionMode):
+    """Refuses operations on shares, in code that is written for whole weights."""
+
+    def __init__(self, shares: Mapping[int, tuple[str, str]]) -> None:
+        """``shares``: by identity of a parameter its name, and the degree that cuts it."""
+        super().__init__()
+        self._shares = shares
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tensors((args, kwargs)):
+            if id(leaf) in self._shares and operation_name(func) not in (
+                "requires_grad",
+                "is_leaf",
+            ):
+                name, degree = self._shares[id(leaf)]
+                raise ModelError(
+                    f"{user_line()}: {operation_name(func)} takes {name} outside of its unit, and "
+                    f"this rank has a share of it. Take it in the forward of its unit, or in a "
+                    f"hook (on_train_batch_end), which has all of it, or use {degree}=1."
+                )
+        return func(*args, **kwargs)
 
 
 def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:

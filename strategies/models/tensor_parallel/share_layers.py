@@ -7,8 +7,9 @@ need not come out even. A layer that a replay asks for shapes alone answers as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,15 +86,34 @@ class CutLayer:
         return weight.narrow(self.cut.dim, 0, self.held)
 
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
+
+
+def _computed(forward: _Forward) -> _Forward:
+    """The forward of a cut layer, which alone takes the share of its weights."""
+
+    @functools.wraps(forward)
+    def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        share: CutLayer = layer.share
+        if share.is_by_shape(layer):
+            return share.by_shape(*args, **kwargs)
+        share.values.computing += 1
+        try:
+            return forward(layer, *args, **kwargs)
+        finally:
+            share.values.computing -= 1
+
+    return cast(_Forward, run)
+
+
 class LinearByOutputs(nn.Linear):
     """A linear layer of which each rank computes some outputs."""
 
     share: CutLayer
 
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)  # type: ignore[no-any-return]
         local = functional.linear(share.enter(input), self.weight, self.bias)
         return share.leave_cut(local, -1)
 
@@ -103,10 +123,9 @@ class LinearByInputs(nn.Linear):
 
     share: CutLayer
 
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)  # type: ignore[no-any-return]
         own = share.own(input, -1)
         partial = functional.linear(own, share.held_weight(self.weight))
         total = leave(partial, share.values.ranks)
@@ -120,10 +139,9 @@ class TransposedLinearByOutputs(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)  # type: ignore[no-any-return]
         local = functional.linear(share.enter(input), self.weight.t(), self.bias)
         return share.leave_cut(local, -1)
 
@@ -135,10 +153,9 @@ class TransposedLinearByInputs(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)  # type: ignore[no-any-return]
         partial = functional.linear(share.own(input, -1), share.held_weight(self.weight).t())
         total = leave(partial, share.values.ranks)
         return total if self.bias is None else total + self.bias
@@ -149,10 +166,9 @@ class EmbeddingByIds(nn.Embedding):
 
     share: CutLayer
 
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)  # type: ignore[no-any-return]
         rank = share.values.ranks.rank
         first = share.cut.start(rank)
         ids = share.values.whole(input) - first
@@ -172,10 +188,9 @@ class EmbeddingByWidth(nn.Embedding):
 
     share: CutLayer
 
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)  # type: ignore[no-any-return]
         local = functional.embedding(
             share.values.whole(input), self.weight, padding_idx=self.padding_idx
         )
@@ -187,12 +202,11 @@ class BagByWidth(nn.EmbeddingBag):
 
     share: CutLayer
 
+    @_computed
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
         if per_sample_weights is not None:
             per_sample_weights = share.enter(per_sample_weights)
         local = nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
@@ -204,10 +218,9 @@ class _ConvolutionByOutputs:
 
     share: CutLayer
 
+    @_computed
     def forward(self: Any, input: Tensor) -> Any:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)
         channels = self.weight.dim() - 1
         if self.groups == 1:
             own, bias = share.enter(input), self.bias
@@ -227,10 +240,9 @@ class _ConvolutionByInputs:
 
     share: CutLayer
 
+    @_computed
     def forward(self: Any, input: Tensor) -> Any:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input)
         channels = self.weight.dim() - 1
         own = share.own(input, input.dim() - channels)
         partial = self._conv_forward(own, share.held_weight(self.weight), None)
@@ -245,10 +257,9 @@ class _TransposedByOutputs:
 
     share: CutLayer
 
+    @_computed
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input, output_size)
         kind: Any = next(kind for kind in type(self).__mro__ if kind in TRANSPOSED)
         local: Tensor = kind.forward(self, share.enter(input), output_size)
         return share.leave_cut(local, local.dim() - (self.weight.dim() - 1))
@@ -259,10 +270,9 @@ class _TransposedByInputs:
 
     share: CutLayer
 
+    @_computed
     def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
         share = self.share
-        if share.is_by_shape(self):
-            return share.by_shape(input, output_size)
         channels = self.weight.dim() - 1
         own = share.own(input, input.dim() - channels)
         if share.held != self.weight.shape[0]:

@@ -25,7 +25,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from strategies.errors import ModelError
 from strategies.models.nested import rebuild
-from strategies.models.replay.hole import Args, Function, Kwargs, is_question, user_line
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Kwargs,
+    is_question,
+    operation_name,
+    user_line,
+)
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE, any_share
 from strategies.models.tensor_parallel.share_parts import (
@@ -35,7 +42,7 @@ from strategies.models.tensor_parallel.share_parts import (
     run_on_parts,
     with_parts,
 )
-from strategies.models.tensor_parallel.tensor_ranks import TensorRanks, unflattened
+from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks, unflattened
 
 _numbers = itertools.count()
 
@@ -69,6 +76,10 @@ class ShareValues:
         # do that can: what DTensor does with their backwards is not what autograd needs.
         self.by_whole: set[str] = set()
         self.all_whole = False
+        # Shares of weights by identity: name, parameter, how it is cut.
+        self.weights: dict[int, tuple[str, nn.Parameter, Shard]] = {}
+        self.computing = 0  # cut layers whose forwards run, which take their shares
+        self._wholes: dict[tuple[int, bool], tuple[str, Tensor, int]] = {}
         # Layers that ``look_after`` was called for, and what they were before.
         self.looked_after: list[tuple[nn.Module, type[nn.Module]]] = []
         self._entrances: list[Entrance] = []
@@ -99,6 +110,12 @@ class ShareValues:
             self._entered -= 1
             for entrance in self._entrances:
                 entrance.forget()
+            wholes = [] if self._entered else list(self._wholes.values())
+            if wholes:
+                self._wholes.clear()
+        for name, whole, version in wholes:
+            if whole._version != version:
+                raise self.lost_write(name)
 
     def look_after(self, layer: nn.Module) -> None:
         """Lets a layer's forward run ``between_layers`` wherever it is called: in a backward, too.
@@ -123,6 +140,22 @@ class ShareValues:
     def allowed(self) -> bool:
         """Whether somebody looks after shares at the moment."""
         return self._entered > 0
+
+    def whole_weight(self, parameter: Tensor) -> Tensor:
+        """All of a weight of which this rank has a share, for code outside of its layer."""
+        key = id(parameter), torch.is_grad_enabled()
+        if key not in self._wholes:
+            name, _, shard = self.weights[id(parameter)]
+            whole: Tensor = _WholeWeight.apply(parameter, shard, self.ranks)  # type: ignore[no-untyped-call]
+            self._wholes[key] = name, whole, whole._version
+        return self._wholes[key][1]
+
+    def lost_write(self, name: str, what: str = "a step changes") -> ModelError:
+        return ModelError(
+            f"{what} {name} outside of its layer, and each of tp={self.ranks.size} ranks has a "
+            "share of it. Change it in a hook (on_train_batch_end), which sees all of it, or use "
+            "tp=1."
+        )
 
     def is_share(self, value: Any) -> bool:
         return isinstance(value, DTensor)
@@ -178,6 +211,18 @@ class ShareValues:
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
 
 
+class _WholeWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, shard: Shard, ranks: TensorRanks) -> Tensor:
+        ctx.shard, ctx.rank = shard, ranks.rank
+        return shard.whole(ranks.gather(share.detach()).unbind(0))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # All ranks compute the same of the whole, so each has its whole gradient.
+        return ctx.shard.local(gradient, ctx.rank), None, None
+
+
 class _BetweenLayers(TorchFunctionMode):
     def __init__(self, values: ShareValues) -> None:
         super().__init__()
@@ -185,6 +230,9 @@ class _BetweenLayers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        values = self._values
+        if values.weights and not values.computing and self._any_weight((args, kwargs)):
+            args, kwargs = self._with_wholes(func, args, kwargs)
         if not any_share(args) and not (kwargs and any_share(kwargs.values())):
             return func(*args, **kwargs)
         if is_question(func):
@@ -204,7 +252,6 @@ class _BetweenLayers(TorchFunctionMode):
             return self._by_whole(func, args, kwargs)
         name = getattr(func, "__name__", "")
         _refuse_lost_write(name, args)
-        values = self._values
         plain = func in WHOLE or _draws(name) or _writes_plain(name, args, kwargs)
         if plain or values.all_whole or name in values.by_whole:
             return self._by_whole(func, args, kwargs)
@@ -214,6 +261,43 @@ class _BetweenLayers(TorchFunctionMode):
         except (RuntimeError, NotImplementedError, ValueError, AssertionError, TypeError):
             # It has no rule for that, or the layout does not come out even.
             return self._by_whole(func, args, kwargs)
+
+    def _any_weight(self, items: Any) -> bool:
+        known = self._values.weights
+        for item in items:
+            if isinstance(item, nn.Parameter):
+                if id(item) in known:
+                    return True
+            elif isinstance(item, list | tuple | dict) and self._any_weight(
+                item.values() if isinstance(item, dict) else item
+            ):
+                return True
+        return False
+
+    def _with_wholes(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The arguments of an operation outside of layers, with all of each weight."""
+        name, values = operation_name(func), self._values
+        if name in ("requires_grad", "is_leaf"):
+            return args, kwargs
+        first = args[0] if args else None
+        known = values.weights.get(id(first))
+        if known is not None and (_in_place(name) or getattr(func, "__name__", "") == "__set__"):
+            raise values.lost_write(known[0], f"{user_line()}: {name} changes")
+        if known is not None and name in ("grad", "register_hook"):
+            raise values.lost_write(known[0], f"{user_line()}: {name} takes the gradient of")
+        shape = is_question(func)
+
+        def whole(leaf: Any) -> Any:
+            known = values.weights.get(id(leaf))
+            if known is None:
+                return leaf
+            if shape:
+                share = known[2].unpadded(leaf.detach(), values.ranks.rank)
+                return values.left(share, known[2].dim, known[2].size, known[2].segments)
+            return values.whole_weight(leaf)
+
+        found: tuple[Args, Kwargs] = rebuild((args, kwargs), whole)
+        return found
 
     def _known(self, leaf: Any) -> Any:
         return self._values._known(leaf) if isinstance(leaf, Tensor) else leaf

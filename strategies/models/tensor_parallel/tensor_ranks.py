@@ -296,6 +296,11 @@ class Grid:
         return tuple(shape), tuple(offsets)
 
 
+def is_cut(shard: Shard | Grid | None) -> bool:
+    """Whether ranks have other shares; a stack of experts may be in one piece."""
+    return isinstance(shard, Grid) or (shard is not None and shard.parts > 1)
+
+
 def unflattened(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
     """With several dimensions in the place of one; torch's own has no types."""
     return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])

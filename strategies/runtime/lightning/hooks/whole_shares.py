@@ -7,12 +7,11 @@ whole. Behind the hook the rank's share of them goes back to where it was.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard
+from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, is_cut
 from strategies.runtime.engine.rank_engine import Engine
 
 
@@ -25,19 +24,16 @@ class WholeShares:
         self._own = {
             name: parameter
             for name, parameter in engine.named_parameters().items()
-            if _is_cut(self._shards.get(name))
+            if is_cut(self._shards.get(name))
         }
+        self.ids = {id(parameter) for parameter in self._own.values()}
         self._shares: dict[str, Tensor] = {}  # as they are without a hook
         self._gradients: dict[str, Tensor | None] = {}
-
-    @property
-    def ids(self) -> set[int]:
-        return {id(parameter) for parameter in self._own.values()}
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the whole parameter; ``shape`` is what one rank has of it, whichever."""
         shard = self._shards.get(name)
-        if not _is_cut(shard):
+        if not is_cut(shard):
             return shape
         assert shard is not None
         return shard.box(torch.empty(shape, device="meta"), 0)[0]
@@ -87,7 +83,3 @@ class WholeShares:
         experts, where = self._engine.model.experts, self._engine.coordinates
         place = self._engine.exchangers.place if name in experts else where.tp_rank
         return self._shards[name].local(whole, place)
-
-
-def _is_cut(shard: Any) -> bool:
-    return isinstance(shard, Grid) or (isinstance(shard, Shard) and shard.parts > 1)
