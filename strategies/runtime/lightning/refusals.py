@@ -71,16 +71,21 @@ def refuse_module(
                 "pipeline cuts the module before that. Give the layer its sizes, or run one "
                 "forward on a few rows in __init__ or setup."
             )
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            if not hook.__module__.startswith("strategies."):
-                raise ModelError(
-                    f"{name} has a hook of register_post_accumulate_grad_hook, which runs whenever "
-                    "a gradient has been added: in a pipeline for each microbatch, and before "
-                    "replicas have put theirs together. Do it in on_before_optimizer_step, or step "
-                    "by an optimizer of configure_optimizers()."
-                )
+        refuse_post_hooks(name, parameter)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(callback, module, plan, shared)
+
+
+def refuse_post_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Refuses a user's hook that takes gradients of microbatches for those of batches."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        if not hook.__module__.startswith("strategies."):
+            raise ModelError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which runs whenever "
+                "a gradient has been added: in a pipeline for each microbatch, and before "
+                "replicas have put theirs together. Do it in on_before_optimizer_step, or step "
+                "by an optimizer of configure_optimizers()."
+            )
 
 
 def refuse_uncuttable(module: nn.Module) -> None:

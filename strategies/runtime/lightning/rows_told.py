@@ -5,7 +5,7 @@ That is said once, when it is known: of layers at the first batch, of the loss b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,6 +69,12 @@ class RowsTold:
     def stages(self, owned: Collection[str]) -> None:
         """Once the module is cut: which parameters are on this rank."""
         self._elsewhere = [name for name in self._hooked if name not in owned]
+
+    def later(self, hooked: Mapping[str, bool]) -> None:
+        """Which parameters have hooks by now, and whether they are on this rank."""
+        new = [name for name in hooked if name not in self._hooked]
+        self._hooked += new
+        self._elsewhere += [name for name in new if not hooked[name]]
 
     def elsewhere(self) -> str | None:
         """Of hooks of parameters that this rank will not call."""

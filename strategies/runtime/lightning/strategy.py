@@ -273,6 +273,8 @@ class PipelineStrategy(SetupStrategy):
             if not self.engine.model.uncut:
                 self._tell(self._rows_told.lists(batch, batch_idx, self._loaders, count))
                 self._tell(self._rows_told.layers(rows, count))
+                if self._hooks is not None:
+                    self._rows_told.later(self._hooks.hooked)
                 self._tell(self._rows_told.hooks(rows, count))
                 self._tell(self._rows_told.elsewhere())
         if self._manual is not None:
@@ -437,8 +439,7 @@ class PipelineStrategy(SetupStrategy):
         """Runs a step that cannot be cut as a hook runs: on every rank, with the whole model."""
         module, name = self.lightning_module, STEP_NAMES[mode]
         assert module is not None
-        parts = self.coordinates.tp > 1 or self.coordinates.ep > 1
-        if parts or (isinstance(refused, SideEffectError) and self._hooks is not None):
+        if isinstance(refused, SideEffectError) and self._hooks is not None:
             raise refused
         self.engine.mirror.share()  # Batches before may have been cut, and left it on one rank.
         none = isinstance(refused, NoLayersError)  # An early return, which needs no weights.

@@ -346,6 +346,11 @@ class Hooked(Net):
         self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
+class HookedLater(Net):
+    def on_train_start(self) -> None:
+        self.head.weight.register_hook(lambda gradient: None)
+
+
 class SteppedInBackward(Net):
     """An optimizer step the moment that a gradient is there."""
 
@@ -360,6 +365,10 @@ def manual_normed() -> Any:
 
 def hooked() -> Any:
     return Hooked()
+
+
+def hooked_later() -> Any:
+    return HookedLater()
 
 
 class Listing(Net):
@@ -421,6 +430,7 @@ def seldom(*row: Any) -> Any:
         (in_batch, {"loss_over": "batch"}, ["", ""]),
         (row_by_row, {}, ["", ""]),
         (hooked, {}, ["net.0.weight has a hook (register_hook)", ""]),
+        (hooked_later, {"num_microbatches": 1}, ["not on rank 0 those of head.weight", ""]),
         (listing, {}, ["batch[2] has the same 8 entries in two batches, as many as the batch", ""]),
         (flipped, {}, ["Flipped.training_step mixes rows of the batch between its layers", ""]),
         (centred, {}, ["Centred.training_step mixes rows of the batch between its layers", ""]),

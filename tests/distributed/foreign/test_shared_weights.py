@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +12,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
 
-from tests.ranks.comparison import equal_to_stock
+from strategies.errors import ModelError
+from strategies.runtime.lightning.checkpoints.rank_folder import load_state_dict
+from tests.ranks.comparison import CLASSES, WIDTH, equal_to_stock, examples, train
 from tests.ranks.expert_training import HIDDEN, ExpertCase, ExpertModel
+from tests.ranks.fit import SaveAt, fit
 from tests.ranks.pool import Ranks
 from tests.ranks.training import Sentences
 
@@ -82,3 +88,250 @@ EXPERTS: dict[str, dict[str, Any]] = {
 def test_a_hook_sees_all_experts(layout: str, ranks: Callable[[int], Ranks]) -> None:
     given = {"num_microbatches": 2, "seed": 0, "tp": 1, **EXPERTS[layout]}
     equal_to_stock(ranks, ClippedExperts, "tp2", strategy=given, callbacks=ema)
+
+
+class ByHand(Mixed):
+    """A plan of its own; hooks use all of what it cuts."""
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        return {"embedding": "embedding_rowwise", "blocks.*.0": "colwise_rep"}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        tokens = torch.arange(6).view(2, 3)
+        with torch.no_grad():
+            self.blocks[0][0].weight.div_(self.blocks[0][0].weight.norm())
+            self.log("of_all", self(tokens).square().mean())
+            self.log("of_copy", copy.deepcopy(self.blocks[1])(self.embedding(tokens)).sum())
+
+
+def test_a_hook_sees_whole_weights_of_a_plan_by_hand(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, ByHand, "tp2", strategy={"num_microbatches": 2}, callbacks=ema)
+
+
+class PenaltyOfExperts(Mixed):
+    """Its units are the pipeline's; what follows them is written for whole weights."""
+
+    def weight(self) -> Tensor:
+        return self.blocks[1][1].stacks["up"]
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: str) -> Tensor:
+        loss = super().pipeline_result(tensors, batch, batch_idx, mode)
+        return loss + self.weight().norm() if self.global_step >= 1 else loss
+
+
+class PenaltyByHand(PenaltyOfExperts, ByHand):
+    def weight(self) -> Tensor:
+        return self.blocks[1][0].weight
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "name"),
+    [
+        (PenaltyOfExperts, {"pp": 1, "dp": 2, "ep": 2}, r"blocks\.1\.1\.stacks\.up .* or use ep=1"),
+        (PenaltyByHand, {"pp": 1, "tp": 2}, r"blocks\.1\.0\.weight .* or use tp=1"),
+    ],
+)
+def test_a_unit_module_that_takes_a_share_for_the_whole_is_refused_with_its_name(
+    case: type[Any], strategy: dict[str, Any], name: str, ranks: Callable[[int], Ranks]
+) -> None:
+    with pytest.raises(ModelError, match=f"norm takes {name}"):
+        ranks(2).run(
+            train,
+            case=f"{__name__}:{case.__name__}",
+            strategy={"num_microbatches": 2, **strategy},
+        )
+
+
+class Sizes(pl.LightningModule):
+    """Layers of many kinds; ``late`` uses their weights outside of their own forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.fused = nn.Linear(WIDTH, 3 * WIDTH)
+        self.odd, self.head = nn.Linear(WIDTH, 21), nn.Linear(21, CLASSES)
+        self.kept = [self.a.weight, self.fused.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.fused(x + self.b(F.gelu(self.a(x)))).split(WIDTH, dim=-1)
+        return self.head(F.gelu(self.odd(q * k.sigmoid() + v)))  # type: ignore[no-any-return]
+
+    def late(self, x: Tensor) -> Tensor | float:
+        return 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        if self.global_step >= 1:
+            loss = loss + self.late(batch[0])
+        self.log("loss", loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class PenaltyLater(Sizes):
+    def late(self, x: Tensor) -> Tensor:
+        return 0.1 * self.a.weight.norm() + self.odd.bias.square().sum() / self.odd.weight.numel()
+
+
+class AllLater(Sizes):
+    def late(self, x: Tensor) -> Tensor:
+        total = sum(p.square().sum() / p.shape[0] for p in self.parameters())
+        return 0.01 * total + torch.cat([p.flatten() for p in self.kept]).norm()
+
+
+class OtherLayerLater(Sizes):
+    """Weights of a layer in the place of another one's: a tied decoder, say."""
+
+    def late(self, x: Tensor) -> Tensor:
+        back = F.linear(F.linear(x, self.a.weight, self.a.bias), self.a.weight.t())
+        with torch.no_grad():
+            wanted = x @ self.fused.weight.data.t()[:, :WIDTH]
+        return 0.1 * (back - wanted).square().mean()
+
+
+class ValidatedAlone(Sizes):
+    """Trains without; the validation step reads them."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x = F.linear(batch[0], self.a.weight, self.a.bias)
+        self.log("val", F.linear(F.gelu(x), self.a.weight.t()).square().mean())
+        self.log("norm", torch.stack([p.norm() for p in self.parameters()]).norm())
+        self.log("number", float(sum(p.numel() for p in self.parameters())))
+        self.log("odd", self.odd.weight.detach()[-1].sum() + self.fused.bias[WIDTH])
+
+
+LATER = [PenaltyLater, AllLater, OtherLayerLater, ValidatedAlone]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=() if layout == "tp2" else pytest.mark.full)
+        for case in LATER
+        for layout in ("tp2", "dp2-tp2")
+    ],
+)
+def test_a_step_that_reads_a_weight_later_has_all_of_it(
+    case: Callable[[], Sizes], layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, case, layout, max_epochs=2)
+
+
+def _unit(gradient: Tensor) -> Tensor:
+    return gradient / (1 + gradient.norm())
+
+
+class HookedBefore(Sizes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.weight.register_hook(_unit)
+
+
+class HookedLater(Sizes):
+    def on_train_start(self) -> None:
+        self.a.weight.register_hook(_unit)
+
+
+class HookedByOptimizers(Sizes):
+    def configure_optimizers(self) -> Any:
+        self.b.weight.register_hook(_unit)
+        return super().configure_optimizers()
+
+
+class HookedExperts(Mixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1][1].stacks["up"].register_hook(_unit)
+
+
+class HookedBehindAccumulation(Sizes):
+    def on_fit_start(self) -> None:
+        self.a.weight.register_post_accumulate_grad_hook(print)
+
+
+def test_a_layer_stays_whole_where_a_hook_looks_at_its_gradient(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    equal_to_stock(ranks, HookedBefore, "tp2", strategy={"num_microbatches": 1})
+
+
+class Began(pl.Callback):
+    reads_weights = False
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        raise AssertionError("a refusal comes before the first step")
+
+
+def began() -> list[pl.Callback]:
+    return [Began()]
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "message"),
+    [
+        (HookedLater, {"pp": 1, "tp": 2}, r"a\.weight has a hook .* share .* or use tp=1\."),
+        (HookedByOptimizers, {"pp": 1, "tp": 2}, r"b\.weight has a hook .* or use tp=1\."),
+        (HookedExperts, {"pp": 1, "dp": 2, "ep": 2}, r"stacks\.up has a hook .* or use ep=1\."),
+        (HookedBehindAccumulation, {"pp": 2}, r"a\.weight has a hook of register_post_accumulate"),
+    ],
+)
+def test_a_hook_that_would_see_a_share_of_a_gradient_is_refused_with_its_name(
+    case: type[Any], strategy: dict[str, Any], message: str, ranks: Callable[[int], Ranks]
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        ranks(2).run(
+            train,
+            case=f"{__name__}:{case.__name__}",
+            strategy=strategy,
+            callbacks=f"{__name__}:began",
+        )
+
+
+class MomentOfShare(Sizes):
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        self.log("moment", optimizer.state[self.a.weight]["momentum_buffer"].norm())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_moments_of_a_share_are_refused_in_hooks(ranks: Callable[[int], Ranks]) -> None:
+    with pytest.raises(ModelError, match="a hook looks at the state of an optimizer"):
+        ranks(2).run(
+            train, case=f"{__name__}:{MomentOfShare.__name__}", strategy={"pp": 1, "tp": 2}
+        )
+
+
+class ChangesState(Sizes):
+    """Writes other weights than it has."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        state["a.weight"] = state["a.weight"] / state["a.weight"].norm()
+
+
+def save(path: str, kind: str) -> tuple[Tensor, Tensor]:
+    """A weight of the module, and of its checkpoint."""
+    strategy = {"pp": 1, "tp": 2, "num_microbatches": 2, "checkpoints": kind}
+    callbacks = [SaveAt(2, path)]
+    with fit(
+        ChangesState(), examples(), strategy=strategy, max_steps=2, callbacks=callbacks
+    ) as run:
+        whole = run.strategy.full_state_dict(everywhere=True)["a.weight"]
+        run.strategy.barrier()
+    return whole, load_state_dict(Path(path))["a.weight"]
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("file", marks=pytest.mark.full)])
+def test_a_checkpoint_has_what_a_hook_makes_of_the_whole_state(
+    kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for whole, saved in ranks(2).run(save, path=str(tmp_path / "saved.ckpt"), kind=kind):
+        assert torch.allclose(saved, whole / whole.norm(), rtol=0, atol=1e-12)

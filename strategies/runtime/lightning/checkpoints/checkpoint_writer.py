@@ -176,16 +176,13 @@ class CheckpointWriter:
         unseen, moved = everybody().first_says([has_unseen(state), has_unseen(rest)])
         whole: dict[str, Any] = {}
         if moved:
-            found = bring_together(self._first_parts(), everywhere=False)
+            found = bring_together(self._strategy._first_replica(self._parts), everywhere=False)
             whole = {name: found[name] for name in self._strategy.whole.names if name in found}
         if unseen:
             state = self._parts
         else:
             state = without_sights(state, whole) if self._strategy.is_global_zero else {}
         return {**without_sights(rest, whole), "state_dict": state}
-
-    def _first_parts(self) -> dict[str, Any]:
-        return self._parts if self._strategy.coordinates.dp_rank == 0 else {}
 
     def _seen_parts(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """For a folder: of what hooks have made of the whole state, this rank's part."""

@@ -120,13 +120,16 @@ class CheckpointingStrategy(RanksStrategy):
         self._refuse_apart()
         state: Any = self.lightning_module_state_dict()
         state = without_sights(state, None)
-        where, experts = self.coordinates, self.engine.model.experts
-        if where.dp_rank > 0:
-            first = where.holds_first
-            state = {n: value for n, value in state.items() if first and n in experts}
-        found = bring_together(state, everywhere=everywhere)
+        found = bring_together(self._first_replica(state), everywhere=everywhere)
         known = {name: found[name] for name in self.whole.names if name in found}
         return known | found
+
+    def _first_replica(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a state is there once: the first replica's, and others' experts."""
+        where, experts = self.coordinates, self.engine.model.experts
+        if where.dp_rank == 0:
+            return state
+        return {n: value for n, value in state.items() if where.holds_first and n in experts}
 
     @property
     def whole(self) -> WholeModule:
@@ -289,7 +292,10 @@ class CheckpointingStrategy(RanksStrategy):
     @property
     def _has_sights(self) -> bool:
         """Whether hooks find the whole state in checkpoints; else this rank's part."""
-        return self.coordinates.pp > 1 and self._options.tp == self._options.ep == 1
+        where = self.coordinates
+        if where.tp == where.ep == 1:
+            return where.pp > 1
+        return where.pp == 1 or self.engine.model.table is not None
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Deletes a whole folder, once, and not before the one being written is committed.

@@ -101,7 +101,10 @@ class ParameterHooks(WholeParameters):
         with nullcontext() if self._table is None else self._table.listed():
             yield
             made = list(optimizers())
-            self._optimizers = [Groups(optimizer, self._is_foreign) for optimizer in made]
+            self._look_at_gradient_hooks()
+            self._optimizers = [
+                Groups(optimizer, self._is_foreign, self._is_parted) for optimizer in made
+            ]
 
     def group_names(self) -> list[list[list[str]]]:
         """Per optimizer and group the names of its parameters on all ranks, in order.

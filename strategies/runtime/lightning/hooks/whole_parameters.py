@@ -25,6 +25,7 @@ from strategies.models.replay.hole import Hole
 from strategies.raised import is_late
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.hooks.whole_shares import WholeShares
+from strategies.runtime.lightning.refusals import refuse_post_hooks
 from strategies.runtime.messages.control import Bulletin
 
 _PATIENCE_S = 300.0
@@ -80,6 +81,8 @@ class WholeParameters:
         self._watching = False
         self._look()
         self._here = False  # whether the holes' places are filled
+        # Parameters with gradient hooks that were there at the last look: whether they are here.
+        self.hooked: dict[str, bool] = {}
         self._has_gradients = False
 
     def _look(self) -> None:
@@ -99,6 +102,36 @@ class WholeParameters:
     def _look_at_buffers(self) -> None:
         """The same of buffers, which others may take the place of at any time."""
         self._buffer_ids = {id(b) for table in self._tables for b in table.values()} - {id(None)}
+
+    def _is_parted(self, parameter: Tensor) -> bool:
+        return self._is_foreign(parameter) or id(parameter) in self._shares.ids
+
+    def _look_at_gradient_hooks(self) -> None:
+        """Notes which parameters have hooks, and refuses what such hooks would be wrong for.
+
+        Raises:
+            ModelError: One would see a share, or a microbatch's gradient for the batch's.
+        """
+        own = self._engine.named_parameters()
+        for name, parameter in own.items():
+            refuse_post_hooks(name, parameter)
+            if parameter._backward_hooks and id(parameter) in self._shares.ids:
+                degree = "ep" if name in self._engine.model.experts else "tp"
+                kept = (
+                    ""
+                    if self._table is None
+                    else ", register it before fit(), where its layer then stays whole"
+                )
+                raise ModelError(
+                    f"{name} has a hook (register_hook), which would see this rank's share of its "
+                    f"gradient. Use on_before_optimizer_step, which has all of it{kept}, or use "
+                    f"{degree}=1."
+                )
+        self.hooked = {name: True for name, p in own.items() if p._backward_hooks}
+        if self._table is not None:
+            for name in self._table.freed:
+                if self._table.original(name)._backward_hooks:
+                    self.hooked[name] = False
 
     def _is_foreign(self, parameter: Tensor) -> bool:
         return id(parameter) in self._foreign
@@ -327,6 +360,7 @@ class WholeParameters:
         frozen = self._table is not None and self._table.take_out()
         self._shares.part()
         self._buffers = {n: b.detach().clone() for n, b in self._module.named_buffers()}
+        self._look_at_gradient_hooks()
         self._engine.adopt(gradients=gradients)
         if frozen or self._engine.trained != self._engine.trained_now():
             self._engine.follow_freezing()
@@ -336,13 +370,18 @@ class WholeParameters:
 class Groups:
     """An optimizer whose groups can have the parameters of all ranks."""
 
-    def __init__(self, optimizer: Optimizer, foreign: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        foreign: Callable[[Tensor], bool],
+        parted: Callable[[Tensor], bool],
+    ) -> None:
         self.optimizer = optimizer
         self._whole: list[list[nn.Parameter]] = [list(g["params"]) for g in optimizer.param_groups]
         self._own: list[list[nn.Parameter]] = []
         self._sizes: list[int] = []
         self._shown = True
-        self._foreign = foreign
+        self._parted = parted
         self._state: Any = optimizer.state
         self.hide(foreign)
 
@@ -355,7 +394,7 @@ class Groups:
                 group["params"] = whole
             self._state = self.optimizer.state
             shown: Any = self.optimizer
-            shown.state = _States(self._state, self._foreign)
+            shown.state = _States(self._state, self._parted)
             self._sizes = [len(whole) for whole in self._whole]
 
     @property
@@ -390,19 +429,22 @@ class Groups:
 
 
 class _States(defaultdict[Any, Any]):
-    """An optimizer's state while a hook runs: of other ranks' parameters there is none here."""
+    """An optimizer's state while a hook runs: of other ranks' parameters there is none here.
 
-    def __init__(self, state: Mapping[Any, Any], foreign: Callable[[Tensor], bool]) -> None:
+    ``parted``: whether all of a parameter's state, or some of it, is on other ranks.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], parted: Callable[[Tensor], bool]) -> None:
         super().__init__(dict, state)
-        self._foreign = foreign
+        self._parted = parted
 
     def __getitem__(self, key: Any) -> Any:
-        if self._foreign(key):
+        if self._parted(key):
             self._refuse()
         return super().__getitem__(key)
 
     def __contains__(self, key: Any) -> bool:
-        if self._foreign(key):
+        if self._parted(key):
             self._refuse()
         return super().__contains__(key)
 
@@ -433,8 +475,8 @@ class _States(defaultdict[Any, Any]):
             frame = frame.f_back
         raise ModelError(
             "a hook looks at the state of an optimizer (moments, step counts), of which each rank "
-            "of a pipeline has that of its own parameters. Look at parameters and gradients, which "
-            "are brought to all ranks, or at the state in a checkpoint."
+            "has that of its own parameters, or of its shares. Look at parameters and gradients, "
+            "which are brought to all ranks, or at the state in a checkpoint."
         )
 
 
