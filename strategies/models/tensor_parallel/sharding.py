@@ -49,7 +49,7 @@ class Sharding:
         self.partial: set[str] = set()
         self._styles: dict[str, Style] = {}
         # Of weights that several layers use, and that are shares by now.
-        self._shares: dict[int, tuple[weakref.ref[Any], Shard]] = {}
+        self._shares: dict[int, tuple[weakref.ref[nn.Parameter], Shard]] = {}
         self._tied = _tied(module)
         self._turned: list[Turned] = []
         self._splits: list[SplitOutput] = []

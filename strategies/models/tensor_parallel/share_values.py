@@ -11,7 +11,7 @@ everything else takes the whole value, which all ranks then compute alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from strategies.models.replay.hole import (
     user_line,
 )
 from strategies.models.tensor_parallel.regions import Entrance
-from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE, any_share
+from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE
 from strategies.models.tensor_parallel.share_parts import (
     Parts,
     parts_of,
@@ -231,9 +231,14 @@ class _BetweenLayers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         values = self._values
-        if values.weights and not values.computing and self._any_weight((args, kwargs)):
+        share, weight = _found(args, values.weights)
+        if kwargs:
+            more = _found(kwargs.values(), values.weights)
+            share, weight = share or more[0], weight or more[1]
+        if weight and not values.computing:
             args, kwargs = self._with_wholes(func, args, kwargs)
-        if not any_share(args) and not (kwargs and any_share(kwargs.values())):
+            share = share or is_question(func)
+        if not share:
             return func(*args, **kwargs)
         if is_question(func):
             return func(*args, **kwargs)
@@ -261,18 +266,6 @@ class _BetweenLayers(TorchFunctionMode):
         except (RuntimeError, NotImplementedError, ValueError, AssertionError, TypeError):
             # It has no rule for that, or the layout does not come out even.
             return self._by_whole(func, args, kwargs)
-
-    def _any_weight(self, items: Any) -> bool:
-        known = self._values.weights
-        for item in items:
-            if isinstance(item, nn.Parameter):
-                if id(item) in known:
-                    return True
-            elif isinstance(item, list | tuple | dict) and self._any_weight(
-                item.values() if isinstance(item, dict) else item
-            ):
-                return True
-        return False
 
     def _with_wholes(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments of an operation outside of layers, with all of each weight."""
@@ -332,6 +325,22 @@ class _BetweenLayers(TorchFunctionMode):
                 share.copy_(new.redistribute(placements=[placement]))
                 result = share if result is full else result
         return result
+
+
+def _found(items: Any, weights: Collection[int]) -> tuple[bool, bool]:
+    """Whether there are shares of values among arguments, or in them, and shares of weights."""
+    share = weight = False
+    for item in items:
+        if type(item) is Tensor:
+            continue
+        if isinstance(item, DTensor):
+            share = True
+        elif isinstance(item, nn.Parameter):
+            weight = weight or id(item) in weights
+        elif isinstance(item, list | tuple | dict):
+            inside = _found(item.values() if isinstance(item, dict) else item, weights)
+            share, weight = share or inside[0], weight or inside[1]
+    return share, weight
 
 
 def _any_parts(items: Any) -> bool:

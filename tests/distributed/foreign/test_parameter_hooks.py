@@ -522,10 +522,7 @@ EVERYDAY = (
     "own_backward", "swa", "ema", "freezing_middle", "finetuning",
 )  # fmt: skip
 
-SHARES_EVERYDAY = (
-    ("norms_logged", "pp2-tp2"), ("by_hand", "tp2"), ("swa", "tp2"), ("ema", "pp2-tp2"),
-    ("kept_parameters", "dp2-tp2"), ("mean_teacher", "tp2"),
-)  # fmt: skip
+SHARES_EVERYDAY = (("norms_logged", "pp2-tp2"), ("swa", "tp2"), ("ema", "pp2-tp2"))
 
 
 @spread(EVERYDAY, name="name", seldom=[name for name in CASES if name not in EVERYDAY])

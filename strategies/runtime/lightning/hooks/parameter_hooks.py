@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from strategies.errors import ModelError
 from strategies.models.collectives import is_collective, refuse_repeated
+from strategies.models.held_units import Elsewhere
 from strategies.models.replay.hole import Hole, is_question, operation_name
 from strategies.runtime.lightning.hooks.hook_watch import (
     Watch,
@@ -165,7 +166,21 @@ class ParameterHooks(WholeParameters):
 
     def _on_listing(self, module: nn.Module) -> None:
         if self._watching and any(id(child) in self._modules for child in module.modules()):
+            self._refuse_units(module)
             self._bring(WEIGHTS)
+
+    def _refuse_units(self, module: nn.Module) -> None:
+        """Refuses a list that lacks parameters: units of other stages are on no other rank."""
+        if self._table is not None or self._call is None or is_clearing():
+            return
+        if any(isinstance(child, Elsewhere) for child in module.modules()):
+            own = self._engine.named_parameters()
+            names = (name for name in self._engine.model.parameter_names if name not in own)
+            raise ModelError(
+                f"{self._call[1]} lists the parameters of {type(module).__name__}, which declares "
+                f"pipeline_units(): a rank has those of its own stages, and {next(names)} is "
+                "elsewhere. Use pp=1, where ranks that share weights (tp, ep) bring all of them."
+            )
 
     def _on_call(self, module: nn.Module) -> None:
         # Before its forward begins, which is another one where weights are whole.

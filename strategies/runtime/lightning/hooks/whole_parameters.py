@@ -257,17 +257,7 @@ class WholeParameters:
         """For ``_spread``: parameters of the whole model."""
         assert self._table is not None
         specs = {name: self._table.spec(name) for name in owners}
-        now = self._engine.named_parameters()
-        return {
-            name: (
-                owner,
-                tuple(now[name].shape)
-                if name in now
-                else self._shares.shape(name, specs[name].shape),
-                specs[name].dtype,
-            )
-            for name, owner in owners.items()
-        }
+        return {name: (owners[name], spec.shape, spec.dtype) for name, spec in specs.items()}
 
     def _bring_buffers(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Each buffer as the rank has it that has changed it last; of several the last stage's."""
@@ -321,6 +311,8 @@ class WholeParameters:
         fast = self._engine.options.backend == "nccl"
         device = self._engine.device if fast else torch.device("cpu")
         group = self._group_of("whole" if fast else "hooks")
+        if group is None:
+            return {}
         found: dict[str, Tensor] = {}
         for (owner, dtype), names in packs.items():
             sizes = [torch.Size(wanted[name][1]).numel() for name in names]
@@ -329,7 +321,7 @@ class WholeParameters:
             else:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=device)
             source = self._where.global_rank(owner, self._where.dp_rank)
-            if group is not None and flat.numel():
+            if flat.numel():
                 dist.broadcast(flat.view(torch.uint8), src=source, group=group)
             if owner != self._where.pp_rank:
                 parts = torch.split(flat.to(self._engine.device), sizes)
@@ -351,7 +343,7 @@ class WholeParameters:
             groups.hide(self._is_foreign)
         if not here:
             return
-        now = self._engine.named_parameters().values()
+        now = list(self._engine.named_parameters().values())
         if self._table is not None:
             now = [p for n in self._table.names if not isinstance(p := self._table.find(n), Hole)]
         for parameter in now:

@@ -30,14 +30,6 @@ class WholeShares:
         self._shares: dict[str, Tensor] = {}  # as they are without a hook
         self._gradients: dict[str, Tensor | None] = {}
 
-    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the whole parameter; ``shape`` is what one rank has of it, whichever."""
-        shard = self._shards.get(name)
-        if not is_cut(shard):
-            return shape
-        assert shard is not None
-        return shard.box(torch.empty(shape, device="meta"), 0)[0]
-
     def bring(self) -> None:
         """Makes the weights whole; collective over the ranks that share them."""
         for name, parameter in self._own.items():
@@ -75,11 +67,12 @@ class WholeShares:
     def _gathered(self, name: str, share: Tensor) -> Tensor:
         shard, ranks = self._shards[name], self._engine.tensor_ranks
         if name in self._engine.model.experts:
+            assert self._engine.exchangers is not None
             return self._engine.exchangers.whole(share, shard)
         assert ranks is not None and isinstance(shard, Shard)
         return shard.whole(ranks.gather(share).unbind(0))
 
     def _local(self, name: str, whole: Tensor) -> Tensor:
         experts, where = self._engine.model.experts, self._engine.coordinates
-        place = self._engine.exchangers.place if name in experts else where.tp_rank
+        place = where.ep_rank if name in experts else where.tp_rank
         return self._shards[name].local(whole, place)
