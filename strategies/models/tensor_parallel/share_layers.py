@@ -97,11 +97,8 @@ def _computed(forward: _Forward) -> _Forward:
         share: CutLayer = layer.share
         if share.is_by_shape(layer):
             return share.by_shape(*args, **kwargs)
-        share.values.computing += 1
-        try:
+        with share.values.taking_shares():
             return forward(layer, *args, **kwargs)
-        finally:
-            share.values.computing -= 1
 
     return cast(_Forward, run)
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from strategies.errors import ModelError
-from strategies.models.nested import rebuild
+from strategies.models.nested import rebuild, tensors
 from strategies.models.replay.hole import (
     Args,
     Function,
@@ -140,6 +140,15 @@ class ShareValues:
     def allowed(self) -> bool:
         """Whether somebody looks after shares at the moment."""
         return self._entered > 0
+
+    @contextmanager
+    def taking_shares(self) -> Iterator[None]:
+        """Inside, operations take shares of weights as they are."""
+        self.computing += 1
+        try:
+            yield
+        finally:
+            self.computing -= 1
 
     def whole_weight(self, parameter: Tensor) -> Tensor:
         """All of a weight of which this rank has a share, for code outside of its layer."""
@@ -276,6 +285,9 @@ class _BetweenLayers(TorchFunctionMode):
         known = values.weights.get(id(first))
         if known is not None and (_in_place(name) or getattr(func, "__name__", "") == "__set__"):
             raise values.lost_write(known[0], f"{user_line()}: {name} changes")
+        if func is torch.autograd.grad:
+            asked = (values.weights.get(id(leaf)) for leaf in tensors((args, kwargs)))
+            known = next(filter(None, asked))
         if known is not None and name in ("grad", "register_hook"):
             raise values.lost_write(known[0], f"{user_line()}: {name} takes the gradient of")
         shape = is_question(func)

@@ -217,7 +217,8 @@ class UnitSharding:
         }
         named |= {f"the input {i} of {name}": v for i, v in enumerate(inputs) if v.requires_grad}
         if isinstance(total, Tensor) and named:
-            grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+            with self._cut.values.taking_shares():
+                grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
             pairs = zip(named, grads, strict=True)
             numbers.gradients = {name: g.detach() for name, g in pairs if g is not None}
         return numbers

@@ -240,6 +240,46 @@ def test_a_step_that_reads_a_weight_later_has_all_of_it(
     equal_to_stock(ranks, case, layout, max_epochs=2)
 
 
+class Units(Sizes):
+    """Units without a plan: what is cut is found, and compared unit by unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+        self.second = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, CLASSES))
+        del self.a, self.b, self.fused, self.odd, self.head, self.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+    def late(self, x: Tensor) -> Tensor:
+        return self.first[0].weight.norm() + self.second[0].bias.square().sum()
+
+    def pipeline_units(self) -> list[tuple[str, nn.Module]]:
+        return [("first", self.first), ("second", self.second)]
+
+    def pipeline_inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        return (batch[0],)
+
+    def pipeline_result(self, tensors: Any, batch: Any, batch_idx: int, mode: str) -> Any:
+        loss = F.cross_entropy(tensors[0], batch[1])
+        return loss + self.late(batch[0]) if self.global_step >= 1 else loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.pipeline_result((self(batch[0]),), batch, batch_idx, "train")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.log("ones", self(torch.ones(2, WIDTH, dtype=torch.float64)).sum())
+            self.first[0].weight.div_(self.first[0].weight.norm())
+
+
+def test_units_without_a_plan_have_whole_weights_outside_of_their_layers(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    equal_to_stock(ranks, Units, "tp2", callbacks=ema)
+
+
 def _unit(gradient: Tensor) -> Tensor:
     return gradient / (1 + gradient.norm())
 
@@ -356,3 +396,47 @@ def test_a_checkpoint_has_what_a_hook_makes_of_the_whole_state(
 ) -> None:
     for whole, saved in ranks(2).run(save, path=str(tmp_path / "saved.ckpt"), kind=kind):
         assert torch.allclose(saved, whole / whole.norm(), rtol=0, atol=1e-12)
+
+
+class Validated(Sizes):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+def averaged(
+    path: str, strategy: dict[str, Any] | None, resume: str | None = None
+) -> list[dict[str, Tensor]]:
+    """The averages at the end, and those of a checkpoint of step 6."""
+    callbacks = [*ema(), *([SaveAt(6, path)] if resume is None else [])]
+    with fit(
+        Validated(),
+        examples(),
+        examples(seed=2),
+        strategy=strategy,
+        max_epochs=2,
+        callbacks=callbacks,
+        resume=resume,
+    ) as run:
+        if strategy is None:
+            return [dict(run.module.state_dict()), load_state_dict(Path(path))]
+        whole = run.strategy.full_state_dict(everywhere=True)
+        run.strategy.barrier()
+        return [whole, load_state_dict(Path(path))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_averages_are_saved_and_go_on(
+    kind: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    (stock,) = ranks(1).run(averaged, path=str(tmp_path / "stock.ckpt"), strategy=None)
+    strategy = {"tp": 2, "num_microbatches": 2, "checkpoints": kind}
+    path = str(tmp_path / "saved.ckpt")
+    found = ranks(2).run(averaged, path=path, strategy=strategy)
+    if kind == "file":
+        found += ranks(2).run(averaged, path=path, strategy=strategy, resume=path)
+    for each in found:
+        for own, expected in zip(each, stock, strict=True):
+            assert own.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.allclose(own[name], value, rtol=0, atol=1e-10), name

@@ -74,6 +74,15 @@ def networks_in(module: pl.LightningModule) -> list[str]:
     return [str(name) for name, value in dict(module.hparams).items() if holds(value)]
 
 
+def _local(value: Any) -> Any:
+    """This rank's part of what hooks have put into a checkpoint beside the state."""
+    if isinstance(value, Piece):
+        return value.tensor
+    if type(value) is dict:
+        return {key: _local(item) for key, item in value.items()}
+    return [_local(item) for item in value] if type(value) is list else value
+
+
 def _attributes(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
 
@@ -187,6 +196,7 @@ class CheckpointWriter:
     def _seen_parts(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """For a folder: of what hooks have made of the whole state, this rank's part."""
         plain: dict[str, Any] = without_sights(checkpoint, None)
+        plain = {k: v if k == "state_dict" else _local(v) for k, v in plain.items()}
         known = set(self._strategy.whole.names)
         state = {
             name: value

@@ -285,9 +285,9 @@ def _averages_of_files(load: Callable[..., Any]) -> Callable[..., Any]:
         if fitting and "averaging_state" in checkpoint and not trainer.strategy.from_file:
             raise ModelError(
                 "this checkpoint is a folder with the averages of WeightAveraging, of which each "
-                f"of the {trainer.strategy.plan.pp} ranks of a pipeline has written its part, and "
-                "they are not put together again. Go on without that callback, from the averages, "
-                "or begin anew with PipelineStrategy(checkpoints='file')."
+                "rank has written its part, and they are not put together again. Go on without "
+                "that callback, from the averages, or begin anew with "
+                "PipelineStrategy(checkpoints='file')."
             )
         load(trainer, module, checkpoint)
 
