@@ -191,6 +191,23 @@ def process_left_as_found() -> Iterator[None]:
 
 
 @pytest.fixture
+def refusal(request: pytest.FixtureRequest) -> Callable[[object], None]:
+    """`refusal(error)`: an error has the reason and the fix that the test's marker names.
+
+    That marker is ``lightning_feature(..., refused=, fix=)``, of which docs/reference/lightning.md
+    is made.
+    """
+    marks = request.node.iter_markers("lightning_feature")
+    ((reason, fix),) = {(m.kwargs["refused"], m.kwargs["fix"]) for m in marks if m.kwargs}
+
+    def compare(error: object) -> None:
+        assert reason in str(error)
+        assert fix in str(error)
+
+    return compare
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(name, text)` compares the whole text with `tests/golden/<name>.txt`.
 

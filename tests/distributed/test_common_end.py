@@ -220,6 +220,8 @@ def saved(rank: int | None, folder: str, callback: str, *others: Callback) -> li
 
 
 @pytest.mark.parametrize("callback", ["callback", "flag"])
+@pytest.mark.lightning_feature("callback", "OnExceptionCheckpoint")
+@pytest.mark.lightning_feature("callback hook", "on_exception")
 def test_a_callback_that_saves_then_does_so_if_all_ranks_have_failed(
     ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], callback: str
 ) -> None:

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    Callback,
     EarlyStopping,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from strategies.errors import ModelError, PlanError
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.ranks.fit import QUIET, trainer_of
 from tests.ranks.pool import Ranks
@@ -211,28 +211,32 @@ class Normed(Plain):
         self.net.append(nn.BatchNorm1d(6))
 
 
+@pytest.mark.lightning_feature(
+    "callback", "StochasticWeightAveraging", note="with BatchNorm",
+    refused="the callback StochasticWeightAveraging ends with an epoch of forwards alone that "
+    "computes the running statistics of Normed's batch norms anew",
+    fix="Use WeightAveraging, or a norm without running statistics (GroupNorm, LayerNorm).",
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval|validation_step).*")
-@pytest.mark.parametrize(
-    ("module", "callbacks", "message"),
-    [
-        (Normed, [StochasticWeightAveraging(1e-2)], "an epoch of forwards alone"),
-    ],
-)
-def test_what_a_pipeline_cannot_do_is_refused(
-    module: type[pl.LightningModule], callbacks: list[Callback], message: str
+def test_averages_that_train_batch_norms_again_are_refused(
+    refusal: Callable[[object], None],
 ) -> None:
-    from strategies.errors import ModelError
+    trainer = _trainer(PipelineStrategy(pp=1), callbacks=[StochasticWeightAveraging(1e-2)])
+    with pytest.raises(ModelError) as error:
+        trainer.fit(Normed(), _loader())
+    refusal(error.value)
 
-    trainer = _trainer(PipelineStrategy(pp=1), callbacks=callbacks)
-    with pytest.raises(ModelError, match=message):
-        trainer.fit(module(), _loader())
 
-
-def test_a_world_that_the_degrees_do_not_fill_is_refused() -> None:
-    from strategies.errors import PlanError
-
-    with pytest.raises(PlanError, match=r"pp=2 times dp=2 is 4 processes, but there are 3"):
+@pytest.mark.lightning_feature(
+    "flag", "devices", note="another number than pp times dp times tp",
+    refused="pp=2 times dp=2 is 4 processes, but there are 3", fix="Try devices=4",
+)  # fmt: skip
+def test_a_world_that_the_degrees_do_not_fill_is_refused(
+    refusal: Callable[[object], None],
+) -> None:
+    with pytest.raises(PlanError) as error:
         pl.Trainer(strategy=PipelineStrategy(pp=2, dp=2), devices=3, **QUIET)
+    refusal(error.value)
 
 
 def rerun_and_count() -> dict[str, Any]:

@@ -340,6 +340,7 @@ def test_sums_in_16_bits_need_16_bit_weights(ranks: Callable[[int], Ranks]) -> N
     "precision",
     ["bf16-true", "16-mixed", *(pytest.param(n, marks=FULL) for n in ("bf16-mixed", "16-true"))],
 )
+@pytest.mark.lightning_feature("flag", "precision")
 def test_ordinary_modules_train_in_any_precision(
     precision: str, ranks: Callable[[int], Ranks]
 ) -> None:

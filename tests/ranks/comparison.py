@@ -173,7 +173,7 @@ def train(
                 weights = {n: state[n] for n in run.engine.model.parameter_names}
             return Fitted(
                 metrics=run.metrics,
-                logged=_rows(logger),
+                logged=logged_rows(logger),
                 weights=weights,
                 buffers=buffers,
                 told=None if told is None else _find(told)(module, run.trainer),
@@ -224,7 +224,7 @@ def _find(place: str) -> Any:
     return found
 
 
-def _rows(logger: CSVLogger) -> list[dict[str, float]]:
+def logged_rows(logger: CSVLogger) -> list[dict[str, float]]:
     logger.save()
     path = Path(logger.log_dir) / "metrics.csv"
     if not path.is_file():

@@ -35,13 +35,21 @@ def made(*, quick: bool = False) -> Iterator[tuple[Path, str]]:
     Args:
         quick: Leave out what takes seconds: the schedules' pages, and blocks of long simulations.
     """
-    from tools.docs import front_page, lever_table, schedule_pages, situations, slurm_reading
+    from tools.docs import (
+        front_page,
+        lever_table,
+        lightning_page,
+        schedule_pages,
+        situations,
+        slurm_reading,
+    )
 
     for name, text in schedule_pages.pictures() if quick else schedule_pages.schedule_pages():
         yield DOCS / name, text
     yield DOCS / "guides" / "reading-a-timeline.svg", schedule_pages.timeline_to_read()
     yield DOCS / "how" / "fold.svg", schedule_pages.fold_at_a_flush()
     yield DOCS / "assets" / "schedules.svg", schedule_pages.two_schedules()
+    yield DOCS / "reference" / "lightning.md", lightning_page.lightning_page()
     blocks: Mapping[str, Callable[[], str]] = {
         "gpu_badge": front_page.gpu_badge,
         "memory_levers": lever_table.lever_table,

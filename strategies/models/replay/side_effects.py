@@ -109,8 +109,8 @@ def _on_event(event: str, args: Any) -> None:
         what = "" if of == ":memory:" else f"{verb} {os.fsdecode(of) if _is_path(of) else of}"
     else:
         return
-    if what and _by_step():
-        _OWN.refused = _refusal(f"{user_line()}: a step {what}")
+    if what and (writer := _by_step()):
+        _OWN.refused = _refusal(f"{user_line()}: a step {what}", of_graph=writer == "wandb")
         raise _OWN.refused
 
 
@@ -118,19 +118,28 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str | bytes | os.PathLike)
 
 
-def _by_step() -> bool:
-    """Whether a step does it, not an import, a message or a compiler under it."""
+def _by_step() -> str:
+    """Who does it, a step or a hook of wandb in it; empty for imports, messages and compilers."""
     frame: Any = sys._getframe(2)
+    writer = "step"
     while frame is not None:
         if frame.f_code is _STEP:
-            return True
+            return writer
         if frame.f_code.co_filename.startswith(_MAY):
-            return False
+            return ""
+        if f"{os.sep}wandb{os.sep}integration{os.sep}" in frame.f_code.co_filename:
+            writer = "wandb"
         frame = frame.f_back
-    return False
+    return ""
 
 
-def _refusal(what: str) -> SideEffectError:
+def _refusal(what: str, *, of_graph: bool = False) -> SideEffectError:
+    if of_graph:  # Of WandbLogger.watch, in a hook of the module, once per forward of the look.
+        return SideEffectError(
+            f"{what}, in a hook of WandbLogger.watch, which draws the model's graph in the first "
+            "forward; a pipeline runs that once per microbatch and stage.",
+            fix="Use WandbLogger.watch(model, log='gradients', log_graph=False).",
+        )
     return SideEffectError(
         f"{what}. A pipeline runs the step on made-up values, then once per microbatch and stage, "
         "so it would happen too often. Return the values from the step and do it in "

@@ -62,7 +62,7 @@ class LastWords:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        said = str(error) if isinstance(error, PipelineError) else _refused_by_lightning(error)
+        said = str(error) if isinstance(error, PipelineError) else refused_by_lightning(error)
         refused = said is not None
         lost = has_lost(error)
         voices, source = self._voices(), raised_by(error)
@@ -120,7 +120,7 @@ _WAYS_OUT = {
 }
 
 
-def _refused_by_lightning(error: BaseException) -> str | None:
+def refused_by_lightning(error: BaseException) -> str | None:
     """What Lightning says of how its Trainer or a module was set up; None of any other error."""
     said = " ".join(str(error).split())
     way_out = next((way for start, way in _WAYS_OUT.items() if said.startswith(start)), None)

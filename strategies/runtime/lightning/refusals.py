@@ -58,6 +58,14 @@ def refuse_module(
         )
     if plan.pp > 1 or isinstance(module, HasUnits):
         refuse_uncuttable(module)
+    strategy: Any = trainer.strategy
+    replicas = strategy.dp if getattr(strategy, "_layer_sync", None) else 1
+    if replicas > 1 and any(map(_is_norm, module.modules())):
+        raise ModelError(
+            "sync_batchnorm=True lets batch norms take their mean and variance over "
+            f"dp={replicas} replicas, and a pipeline takes them over each replica's microbatches.",
+            fix="Use GroupNorm or LayerNorm, or Trainer(strategy='ddp', sync_batchnorm=True).",
+        )
     for name, buffer in module.named_buffers():
         if buffer.layout != torch.strided:
             raise ModelError(
@@ -118,9 +126,7 @@ def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan, shar
             "Of a module that declares pipeline_units() each rank has its own units only, and "
             "the wrong weights would be averaged. Remove it, or use pp=1."
         )
-    if isinstance(callback, StochasticWeightAveraging) and any(
-        isinstance(child, torch.nn.modules.batchnorm._BatchNorm) for child in module.modules()
-    ):
+    if isinstance(callback, StochasticWeightAveraging) and any(map(_is_norm, module.modules())):
         raise ModelError(
             f"the callback {name} ends with an epoch of forwards alone that computes the running "
             f"statistics of {type(module).__name__}'s batch norms anew; a pipeline's training "
@@ -133,6 +139,10 @@ def _refuse_callback(callback: Any, module: pl.LightningModule, plan: Plan, shar
             "optimizers of a pipeline hold those that were there at the start. Prune the module "
             "before fit() (torch.nn.utils.prune), or use pp=1 tp=1 ep=1."
         )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def is_weight_averaging(callback: Any) -> bool:

@@ -45,7 +45,7 @@ from strategies.runtime.lightning.data_order import (
     shard,
     undisturbed,
 )
-from strategies.runtime.lightning.hooks.hook_state import HookState
+from strategies.runtime.lightning.hooks.hook_state import HookState, count_replicas
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
 from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
@@ -141,6 +141,7 @@ class SetupStrategy(UpdatingStrategy):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, HookState) for callback in callbacks):
             callbacks.insert(0, HookState(lambda: self.engine, lambda: self._overridden))
+        count_replicas(callbacks, replicas=self.dp, size=self.world_size // self.dp)
         self._overridden = OverriddenHooks.agreed(trainer, module)
         if fitting and self._loop is not None:
             refuse_engine(self.engine)

@@ -128,6 +128,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], *, steps: int = 8
 
 
 @EVERY_LAYOUT
+@pytest.mark.lightning_feature("callback", "ModelCheckpoint", "Checkpoint")
 def test_stock_and_pipeline_continue_each_others_files(
     layout: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

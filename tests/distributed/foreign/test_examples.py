@@ -495,6 +495,7 @@ def test_the_template_keeps_its_best_accuracy(
 
 
 @EVERY_LAYOUT
+@pytest.mark.lightning_feature("callback", "BaseFinetuning")
 def test_layers_are_unfrozen_at_milestones(ranks: Callable[[int], Ranks], layout: str) -> None:
     equal_to_stock(ranks, TransferLearningModel, layout, callbacks=finetuning, max_epochs=3)
 

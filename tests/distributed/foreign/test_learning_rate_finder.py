@@ -60,6 +60,7 @@ def find(*, strategy: dict[str, Any] | None, replicas: int = 1) -> dict[str, Any
     "layout",
     ["zb_v", *(pytest.param(n, marks=pytest.mark.full) for n in ("1f1b", "1f1b-dp2", "zb_v-dp2"))],
 )
+@pytest.mark.lightning_feature("callback", "LearningRateFinder")
 def test_the_search_for_a_rate_sees_what_stock_lightning_sees(
     ranks: Callable[[int], Ranks], layout: str
 ) -> None:

@@ -465,6 +465,7 @@ def told_decisions(module: Any, trainer: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v-dp2", marks=pytest.mark.full)])
+@pytest.mark.lightning_feature("callback", "EarlyStopping", "ModelCheckpoint", "Checkpoint")
 def test_callbacks_decide_by_a_metric_as_under_stock_lightning(
     layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -526,6 +526,10 @@ SHARES_EVERYDAY = (("norms_logged", "pp2-tp2"), ("swa", "tp2"), ("ema", "pp2-tp2
 
 
 @spread(EVERYDAY, name="name", seldom=[name for name in CASES if name not in EVERYDAY])
+@pytest.mark.lightning_feature(
+    "callback", "BackboneFinetuning", "EMAWeightAveraging", "StochasticWeightAveraging",
+    "WeightAveraging",
+)  # fmt: skip
 def test_a_hook_sees_the_whole_model(name: str, layout: str, ranks: Callable[[int], Ranks]) -> None:
     case, options = CASES[name]
     stock, piped = equal_to_stock(ranks, case, layout, **options)

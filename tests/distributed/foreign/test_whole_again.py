@@ -236,6 +236,7 @@ def summarise(layout: str | None) -> Any:
     return first, Noting.said
 
 
+@pytest.mark.lightning_feature("callback", "ModelSummary")
 def test_the_summary_is_that_of_the_whole_module(ranks: Callable[[int], Ranks]) -> None:
     (stock,) = ranks(1).run(summarise, layout=None)
     first, second = ranks(2).run(summarise, layout="1f1b")

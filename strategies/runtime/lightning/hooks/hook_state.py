@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ThroughputMonitor
 from torchmetrics import Metric
 
 from strategies.errors import DataError
@@ -31,6 +32,22 @@ from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 
 ALIKE: Any = object()
 """A ``sync_dist_group``: all ranks have the same value already."""
+
+
+def count_replicas(callbacks: Iterable[pl.Callback], *, replicas: int, size: int) -> None:
+    """ThroughputMonitor takes each process for one that has samples of its own: replicas have.
+
+    Args:
+        callbacks: The Trainer's, after their setup.
+        replicas: Of the module.
+        size: Processes of a replica, which is one device to the callback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            peak = callback.available_flops
+            for throughput in callback._throughputs.values():
+                throughput.world_size = replicas
+                throughput.available_flops = None if peak is None else peak * size
 
 
 class HookState(pl.Callback):

@@ -172,3 +172,21 @@ def test_a_report_before_a_step_gives_up_is_none_of_a_good_step(tmp_path):
 
     probe(Writing(act, tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.lightning_feature(
+    "logger", "WandbLogger", note="with the graph of `watch`",
+    refused="in a hook of WandbLogger.watch, which draws the model's graph in the first forward; "
+    "a pipeline runs that once per microbatch and stage",
+    fix="Use WandbLogger.watch(model, log='gradients', log_graph=False).",
+)  # fmt: skip
+def test_the_graph_that_wandb_draws_is_refused_with_the_word_that_leaves_it_out(tmp_path, refusal):
+    place = f"{tmp_path}/wandb/integration/torch/wandb_torch.py"
+    names = {"path": tmp_path / "graph.json"}
+    exec(compile("def hook(*_): open(path, 'w').close()", place, "exec"), names)
+    module = Writing(lambda *_: None, tmp_path)
+    module.layers[0].register_forward_hook(names["hook"])
+    with pytest.raises(SideEffectError) as error:
+        probe(module)
+    refusal(error.value)
+    assert not names["path"].exists()
