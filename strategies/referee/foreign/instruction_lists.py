@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from strategies.errors import ProgramError
 from strategies.plan import ScheduleFile
@@ -201,11 +201,13 @@ def read_zero_bubble(text: str, *, name: str) -> Theirs:
     if "ScheduledNode(" in text:
         return _nodes(text, name)
     lines: list[list[_Pass]] = []
+    letters: list[str] = []
     offset = 0
     for line in text.splitlines(keepends=True):
         bare = line.rstrip()
         if bare.strip() and not re.match(r"(?i)\s*(longest stage time|-{5,})", bare):
             lines.append(_passes(text, bare, offset, name))
+            letters.append(bare if not re.search(r"\d", bare) else "")
         offset += len(line)
     if not lines:
         raise ProgramError(f"{name}, line 1, column 1: no pass of any rank stands here.")
@@ -221,7 +223,21 @@ def read_zero_bubble(text: str, *, name: str) -> Theirs:
         rows.append(cells)
     check_size(sum(map(len, rows)), name)
     note = "computations alone" + (", two chunks in a V" if twice else "")
-    return Theirs(ScheduleFile(name, as_csv(rows)), "zero-bubble", notes=(note,))
+    notes = (note, *_widths(letters, 1 + max(n for row in lines for _, _, n, _ in row) - shift))
+    return Theirs(ScheduleFile(name, as_csv(rows)), "zero-bubble", notes=notes)
+
+
+def _widths(lines: Sequence[str], microbatches: int) -> Iterator[str]:
+    """How lines of letters alone are read, which do not say how wide a pass is."""
+    if not any(lines):
+        return
+    yield f"a letter is a pass, so there are {microbatches} microbatches"
+    runs = [len(run[0]) for line in lines for run in re.finditer(r"([FBWfbw])\1*", line)]
+    if not any(length % 2 for length in runs):
+        yield (
+            f"each run of letters is even: if a pass is 2 columns wide, there are "
+            f"{microbatches // 2}; print it at least 3 columns wide (print_scaling), as F0-F"
+        )
 
 
 def _ours(kind: str, split: bool) -> str:

@@ -130,3 +130,27 @@ def test_its_nodes_keep_their_messages():
 def test_what_zero_bubble_never_prints_is_told_with_its_place(text: str, told: str):
     with pytest.raises(ProgramError, match=told):
         read_zero_bubble(text, name="zb.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"),
+    [
+        ("F0-FB0-B\n", ("computations alone",)),
+        (
+            "FFBWBW\nFBFBWW\n",
+            ("computations alone", "a letter is a pass, so there are 2 microbatches"),
+        ),
+        (
+            "FFFFBBWWBBWW\n..FFBBFFBBWWWW\n",
+            (
+                "computations alone",
+                "a letter is a pass, so there are 4 microbatches",
+                "each run of letters is even: if a pass is 2 columns wide, there are 2; print it "
+                "at least 3 columns wide (print_scaling), as F0-F",
+            ),
+        ),
+    ],
+    ids=["with numbers", "one column a pass", "perhaps two"],
+)
+def test_letters_alone_say_how_many_microbatches_were_read(text: str, notes: tuple[str, ...]):
+    assert read_zero_bubble(text, name="zb.txt").notes == notes
