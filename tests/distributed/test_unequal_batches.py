@@ -28,20 +28,29 @@ class Some(IterableDataset[Tensor]):
 
 
 class Sized(Some):
+    """With a length, which may be more than there is."""
+
+    def __init__(self, batches: int, more: int) -> None:
+        super().__init__(batches)
+        self.more = more
+
     def __len__(self) -> int:
-        return self.batches
+        return self.batches + self.more
 
 
 class Shares(Net):
-    def __init__(self, counts: list[int], sized: bool, by_hand: bool, ends: bool) -> None:
+    def __init__(
+        self, counts: list[int], sized: bool, by_hand: bool, ends: bool, more: list[int]
+    ) -> None:
         super().__init__(0)
-        self.counts, self.sized, self.ends = counts, sized, ends
+        self.counts, self.sized, self.ends, self.more = counts, sized, ends, more
         self.automatic_optimization = not by_hand
 
     def train_dataloader(self) -> Any:
-        replica = self.trainer.distributed_sampler_kwargs["rank"]
+        stock = not hasattr(self.trainer.strategy, "dp")
+        replica = 0 if stock else self.trainer.distributed_sampler_kwargs["rank"]
         count = 0 if self.ends and replica and self.current_epoch else self.counts[replica]
-        data = (Sized if self.sized else Some)(count)
+        data = Sized(count, self.more[replica]) if self.sized else Some(count)
         return DataLoader(data, batch_size=None)
 
 
@@ -55,17 +64,21 @@ class ByHand(Shares):
 
 
 def counted(
-    counts: list[int], layout: dict[str, Any], *, sized: bool = False, by_hand: bool = False,
-    ends: bool = False, **options: Any,
+    counts: list[int], layout: dict[str, Any] | None, *, sized: bool = False,
+    by_hand: bool = False, ends: bool = False, more: tuple[int, int] = (0, 0), told: bool = False,
+    **options: Any,
 ) -> Any:  # fmt: skip
     trainer = trainer_of(
-        strategy(**layout), **{"max_epochs": 2, "use_distributed_sampler": False} | options
+        None if layout is None else strategy(**layout),
+        **{"max_epochs": 2, "use_distributed_sampler": False} | options,
     )
-    module = (ByHand if by_hand else Shares)(counts, sized, by_hand, ends)
+    module = (ByHand if by_hand else Shares)(counts, sized, by_hand, ends, [*more])
     try:
         trainer.fit(module)
     except DataError as error:
         return str(error)
+    if told:
+        return trainer.global_step, [float(p.detach().sum()) for p in module.parameters()]
     return trainer.global_step
 
 
@@ -77,8 +90,11 @@ BOTH = {"pp": 1, "dp": 2}
     [
         ([3, 2], {}, "replica 0 has more than 2, replica 1 has 2. "),
         ([2, 3], {}, "replica 0 has 2, replica 1 has more than 2. "),
-        ([3, 2], {"sized": True}, "replica 0 has 3, replica 1 has 2. "),
+        ([3, 2], {"sized": True}, "replica 0 has more than 2, replica 1 has 2. "),
         ([3, 2], {"by_hand": True}, "replica 0 has more than 2, replica 1 has 2. "),
+        ([3, 2], {"sized": True, "more": (0, 1)}, "replica 0 has more than 2, replica 1 has 2. "),
+        ([3, 2], {"sized": True, "more": (4, 1)}, "replica 0 has more than 2, replica 1 has 2. "),
+        ([2, 3], {"sized": True, "more": (1, 0)}, "replica 0 has 2, replica 1 has more than 2. "),
         ([3, 2], {"accumulate_grad_batches": 2}, "replica 0 has more than 2, replica 1 has 2. "),
         ([0, 2], {}, "the data loaders have no batch"),
         (
@@ -90,8 +106,11 @@ BOTH = {"pp": 1, "dp": 2}
     ids=[
         "first has more",
         "second has more",
-        "known",
+        "promised",
         "by hand",
+        "second promises more",
+        "both promise more",
+        "first promises more",
         "accumulated",
         "none",
         "none later",
@@ -117,3 +136,60 @@ def test_replicas_of_pipelines_say_so_as_well(ranks: Any, schedule: str) -> None
 def test_what_ends_before_the_shorter_share_is_no_matter(ranks: Any) -> None:
     assert ranks(2).run(counted, counts=[3, 2], layout=BOTH, limit_train_batches=2) == [4, 4]
     assert ranks(2).run(counted, counts=[3, 2], layout=BOTH, max_steps=2) == [2, 2]
+
+
+PROMISED = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "by hand": {"by_hand": True},
+}
+
+
+@pytest.mark.parametrize("kind", PROMISED)
+def test_fewer_batches_than_all_replicas_promise_train_as_under_stock_lightning(
+    ranks: Any, kind: str
+) -> None:
+    given = {"counts": [3, 3], "sized": True, "more": (2, 2), "told": True, **PROMISED[kind]}
+    (stock,) = ranks(1).run(counted, layout=None, **given)
+    for layout in ({"pp": 2}, BOTH):
+        for found in ranks(2).run(counted, layout=layout, **given):
+            assert found[0] == stock[0]
+            assert found[1] == pytest.approx(stock[1], abs=1e-10)
+
+
+def test_a_schedule_without_a_flush_ends_with_what_there_is(ranks: Any) -> None:
+    layout = {"pp": 2, "schedule": "pipedream_2bw"}
+    given = {"counts": [3, 3], "layout": layout, "sized": True, "told": True}
+    more, exact = (ranks(2).run(counted, more=(n, n), **given) for n in (2, 0))
+    assert more[0][0] == 6
+    assert more[0][1] == pytest.approx(exact[0][1], abs=1e-10)
+
+
+class Drawn(Sized):
+    """Draws its rows from the generator from which dropout draws."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        for _ in range(self.batches):
+            yield (torch.randn(8, WIDTH, dtype=torch.float64),)
+
+
+class Drawing(Shares):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Drawn(3, 1), batch_size=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] + torch.randn_like(batch[0]),), batch_idx)
+
+
+def drawn(layout: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(3)
+    module = Drawing([3, 3], True, False, False, [1, 1])
+    trainer = trainer_of(None if layout is None else strategy(**layout), max_epochs=2)
+    trainer.fit(module)
+    return [float(p.detach().sum()) for p in module.parameters()]
+
+
+def test_one_pipeline_fetches_no_batch_before_stock_lightning_does(ranks: Any) -> None:
+    (stock,) = ranks(1).run(drawn, layout=None)
+    for found in ranks(2).run(drawn, layout={"pp": 2}):
+        assert found == pytest.approx(stock, abs=1e-10)

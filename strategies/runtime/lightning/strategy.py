@@ -266,7 +266,7 @@ class PipelineStrategy(SetupStrategy):
         if batch_idx is None:
             batch_idx = trainer.fit_loop.batch_idx
         self._heartbeat.step(trainer.global_step + 1)
-        self.engine.ends = epoch_ends(trainer)
+        self.engine.ends = epoch_ends(trainer, ahead=self.dp > 1 or self._loop is not None)
         if self.is_global_zero:
             rows = count_rows(batch, self._loaders)
             count = self._plan.num_microbatches

@@ -160,10 +160,7 @@ class StreamLoop:
         """Whether something follows this call that looks at weights or at the epoch's logs."""
         trainer: Any = self._strategy._trainer
         loop = trainer.fit_loop
-        steps = not self._strategy._accumulating
-        last = loop.epoch_loop._num_ready_batches_reached() or (
-            steps and 0 < loop.max_steps <= trainer.global_step + 1
-        )
+        _, last = self._engine.ends
         if last or trainer.should_stop or self._stream.stops:
             return True
         # By the clock ranks would decide each by itself: validation then drains when it begins.

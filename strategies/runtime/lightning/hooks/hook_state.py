@@ -7,7 +7,7 @@ after each batch where a hook between batches is overridden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isfinite, isinf
 from typing import Any
 
@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ThroughputMonitor
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from strategies.errors import DataError
@@ -142,17 +143,73 @@ def _as_many_batches(trainer: pl.Trainer, engine: Engine) -> bool:
     return isfinite(number) and float(bounds[0]) == -float(bounds[1])
 
 
-def epoch_ends(trainer: pl.Trainer) -> tuple[int | None, bool]:
+def epoch_ends(trainer: pl.Trainer, *, ahead: bool) -> tuple[int | None, bool]:
     """How many training batches the epoch has, None if nobody knows, and whether this is the last.
 
     Asked inside a training step. The step that ends the training ends the epoch, too.
+
+    Args:
+        trainer: It trains.
+        ahead: Whether to fetch the next batch where a loader's length is a promise only.
     """
     loop = trainer.fit_loop.epoch_loop
     steps = trainer.global_step + (not loop._should_accumulate())
-    if loop._num_ready_batches_reached() or 0 < loop.max_steps <= steps:
+    promised = not all(map(_is_measured, trainer.fit_loop._combined_loader.flattened))
+    if (
+        loop._num_ready_batches_reached()
+        or 0 < loop.max_steps <= steps
+        or (promised and ahead and _nothing_follows(trainer.fit_loop._data_fetcher))
+    ):
         return int(loop.batch_progress.current.ready), True
     known = trainer.num_training_batches
-    return (int(known) if isfinite(known) else None), False
+    return (int(known) if isfinite(known) and not promised else None), False
+
+
+def _is_measured(loader: Any) -> bool:
+    """Whether a loader's length is that of its data; else it is a promise of somebody's code.
+
+    Loaders with a state are believed: what is fetched ahead would be lost behind a checkpoint.
+    """
+    if hasattr(loader, "state_dict"):
+        return True
+    own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    samplers = (loader.sampler, loader.batch_sampler) if own else ()
+    return own and all(type(each).__module__.startswith(_KNOWN) for each in samplers)
+
+
+_KNOWN = ("torch.", "lightning.", "strategies.", "builtins")
+
+
+def _nothing_follows(fetcher: Any) -> bool:
+    """Whether this batch is the last one; fetches the next one for that, which Lightning gets."""
+    if fetcher.length is None:
+        return bool(fetcher.done)
+    if not isinstance(fetcher.iterator, _Ahead):
+        fetcher.iterator = _Ahead(fetcher.iterator)
+    return fetcher.iterator.nothing_follows
+
+
+class _Ahead:
+    """An iterator that knows whether something follows."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._next: list[Any] = []
+        self._ended = False
+
+    @property
+    def nothing_follows(self) -> bool:
+        if not self._next and not self._ended:
+            try:
+                self._next.append(next(self._iterator))
+            except StopIteration:
+                self._ended = True
+        return self._ended
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        return self._next.pop() if self._next else next(self._iterator)
 
 
 def _refuse_no_batch(trainer: pl.Trainer, engine: Engine) -> None:
