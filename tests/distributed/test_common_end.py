@@ -307,6 +307,38 @@ def test_a_rank_that_dies_while_others_wait_for_it_releases_them(ranks: Any) -> 
     assert ranks(2).run(rank_of) == [0, 1]
 
 
+def ends(kind: str, folder: str) -> None:
+    """Rank 1 fails, and a rank is killed by that; what the other one ends with lies in a file."""
+    rank = os.environ["RANK"]
+
+    def dies(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common_end, "_ANSWER_S", 1.0)
+        if kind == "while it is informed" and rank == "0":
+            patch.setattr(common_end, "_first", dies)
+        if kind == "while it informs" and rank == "1":
+            patch.setattr(common_end, "_have_answered", dies)
+        said = fails("Pruned", 1, {"pp": 2})
+    Path(folder, rank).write_text("\n".join(said))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("while it is informed", "0"), ("while it informs", "1")]
+)
+def test_a_rank_that_dies_in_the_midst_of_an_end_leaves_the_other_the_reason(
+    ranks: Any, tmp_path: Path, kind: str, lost: str
+) -> None:
+    """Rank 0 keeps the store, too: it is gone with it."""
+    with pytest.raises(AssertionError, match=f"rank {lost} of 2 died"):
+        ranks(2).run(ends, kind=kind, folder=str(tmp_path))
+    (found,) = tmp_path.iterdir()
+    assert found.name != lost
+    assert found.read_text().startswith("Pruned\ntrial 0 is worse than others")
+    assert ranks(2).run(rank_of) == [0, 1]
+
+
 def rank_of() -> int:
     assert isinstance(RunError(""), PipelineError)
     return dist.get_rank()

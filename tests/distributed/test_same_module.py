@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -95,6 +96,27 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+class Noise(pl.Callback):
+    """Adds to weights, by numbers that its process may have drawn for itself."""
+
+    reads_weights = False
+
+    def __init__(self, kind: str) -> None:
+        own = random.uniform(0.5, 2)
+        self.size = own if kind == "callback's number" else 1.0
+        self.law = {"drift": own if kind == "callback's dict" else 1.0}
+        self.folder, self.is_main, self.kept = f"run-{own}", os.environ["RANK"] == "0", [own]
+
+    def _write(self) -> str:
+        return self.folder if self.is_main else ""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        assert self.size * self.law["drift"] and self._write() is not None
+
+    def on_train_end(self, *_: Any) -> None:
+        assert self.kept
+
+
 @contextmanager
 def _as_a_script(seed: int | None) -> Iterator[None]:
     """Without a seed each process has generators of its own, as processes that were not forked."""
@@ -127,7 +149,7 @@ def train(
         try:
             with fit(
                 module, data, strategy={"num_microbatches": 2, **strategy}, losses="loss",
-                max_steps=2, precision="32-true",
+                max_steps=2, precision="32-true", callbacks=[Noise(kind)],
             ) as run:  # fmt: skip
                 loss = run.losses[-1]
         except PipelineError as error:
@@ -172,6 +194,8 @@ REFUSED = {
     "object": "config.gain",
     "teacher": "hidden",
     "hyper-parameter": "hparams.bias",
+    "callback's number": "Noise (callback 1).size",
+    "callback's dict": "Noise (callback 1).law.drift",
 }
 
 
@@ -204,6 +228,44 @@ def test_the_order_of_a_set_is_told_from_numbers_that_were_drawn(
     for message, fix in ranks(2).run(train, kind=kind, seed=3, pp=2):
         assert f"\n  {place}: " in message
         assert fix.startswith("Try PYTHONHASHSEED=0 python ")
+
+
+class Handle:
+    """Without attributes and without a form of its own."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Held(Net):
+    def __init__(self) -> None:
+        super().__init__("nothing")
+        self.act = Handle()
+
+
+def warned() -> list[str]:
+    """What rank 0 logs of a module with something that cannot be compared."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("strategies.runtime.lightning.agreement.same_module")
+    log.addHandler(handler)
+    data = DataLoader(TensorDataset(torch.randn(8, WIDTH, generator=torch.Generator())), 8)
+    try:
+        given = {"pp": 2, "num_microbatches": 2}
+        with fit(Held(), data, strategy=given, max_steps=2, precision="32-true"):
+            return logged
+    finally:
+        log.removeHandler(handler)
+
+
+def test_an_object_that_cannot_be_compared_is_named_once(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(warned)
+    assert second == []
+    (line,) = first
+    assert line.startswith("the ranks cannot compare act (Handle): an object without attributes")
 
 
 def test_what_no_step_reads_may_differ(ranks: Callable[[int], Ranks]) -> None:

@@ -212,7 +212,12 @@ class SetupStrategy(UpdatingStrategy):
             what="versions, configuration and model",
         )
         alone = self._pipeline == self._options.tp == self._options.ep == 1
-        hooks = agree_on_module(module, self.root_device, seeded=self._seeded)
+        hooks = agree_on_module(
+            module,
+            self.root_device,
+            callbacks=trainer.callbacks,
+            seeded=self._seeded,  # type: ignore[attr-defined]
+        )
         model: StageModel | None = None
         refused: ModelError | None = None
         try:

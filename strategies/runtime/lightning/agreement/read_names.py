@@ -20,7 +20,8 @@ from torch import Tensor
 from strategies.models.stage_model import STEP_NAMES
 from strategies.runtime.lightning.agreement.module_digest import is_own
 
-_BESIDE = frozenset(dir(pl.LightningModule)) - {"forward", *STEP_NAMES.values()}
+_BESIDE = frozenset([*dir(pl.LightningModule), *dir(pl.Callback)])
+_BESIDE -= {"forward", *STEP_NAMES.values()}
 # What runs before the first step makes values, and reads them for that alone.
 _MAKING = frozenset(
     {"__init__", "__new__", "__repr__", "__setstate__", "__getstate__", "extra_repr"}
@@ -40,11 +41,13 @@ class ReadNames:
         steps: In steps, forwards, and all methods and functions that are no hooks.
         hooks: In hooks between the batches of a training.
         constants: Plain values of classes and of files that this code reads, by place.
+        callbacks: In callbacks, but for what runs before or after a training.
     """
 
     steps: set[str] = field(default_factory=set)
     hooks: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
+    callbacks: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, kinds: Iterable[type]) -> ReadNames:

@@ -12,10 +12,11 @@ import re
 import socket
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +43,7 @@ _EMPTY = ("[]", "{}")
 # A number under such a name is the process's own.
 _RANKS = re.compile("rank|main|master|primary|chief|root|zero|local|node|world|verbose|device|gpu")
 # What a training leaves in a module's layers is their stage's own; it is compared before that.
-_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_compared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Said(NamedTuple):
@@ -55,12 +56,15 @@ class _Said(NamedTuple):
     buffers: dict[str, Any]
 
 
-def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) -> dict[str, str]:
+def agree_on_module(
+    module: nn.Module, device: torch.device, *, callbacks: Iterable[Any], seeded: bool
+) -> dict[str, str]:
     """Gives all ranks rank 0's buffers, and refuses modules that differ; collective.
 
     Args:
         module: As the user's script has made it on this rank.
         device: Where this rank computes.
+        callbacks: The Trainer's. What hooks read of the user's own ones is compared, too.
         seeded: Whether all ranks have drawn the same so far.
 
     Returns:
@@ -74,6 +78,7 @@ def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) ->
         return {}
     digest = ModuleDigest(module)
     reads = ReadNames.of(digest.kinds)
+    reads.callbacks = _take_callbacks(digest, callbacks)
     for place, value in reads.constants.items():
         digest.take(place, value, type(module))
     own = _Said(
@@ -89,6 +94,25 @@ def agree_on_module(module: nn.Module, device: torch.device, *, seeded: bool) ->
     if not hooks:
         _compared.add(module)
     return hooks
+
+
+def _take_callbacks(digest: ModuleDigest, callbacks: Iterable[Any]) -> set[str]:
+    """Takes what they keep, and returns the names that their code reads.
+
+    What they keep of earlier trainings is each rank's own, so only new ones are looked at.
+    """
+    kinds, digest.kinds = digest.kinds, set()
+    for number, callback in enumerate(callbacks):
+        kind = type(callback)
+        if not is_own(kind.__module__) or callback in _compared:
+            continue
+        _compared.add(callback)
+        digest.kinds.add(kind)
+        for key, value in list(vars(callback).items()):
+            digest.take(f"{kind.__name__} (callback {number}).{key}", value, callback)
+    found = ReadNames.of(digest.kinds)
+    digest.kinds = kinds
+    return found.steps | found.hooks
 
 
 def _tell_untaken(untaken: Mapping[str, str], reads: ReadNames) -> None:
@@ -193,6 +217,8 @@ def _counts(place: str, texts: Sequence[str], digest: ModuleDigest, reads: ReadN
     holder = digest.holder(place)
     if isinstance(holder, nn.Module) and not is_own(type(holder).__module__):
         return not name.rpartition(".")[2].startswith("_")  # else a library's own
+    if isinstance(holder, pl.Callback):  # Texts and flags say where it writes, and whether.
+        return not isinstance(value, str | PurePath | bool) and _is_in(name, reads.callbacks)
     alone = isinstance(value, bool) and len(set(texts[1:])) == 1
     if isinstance(value, str | PurePath) or alone:
         return _is_in(name, reads.steps)
