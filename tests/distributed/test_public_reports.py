@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -331,3 +334,69 @@ def test_limits_count_a_replicas_batches_and_predictions_those_of_all(
         assert equal(stock["state"], found["state"])
         assert stock["tested"][0] == pytest.approx(found["tested"][0], abs=1e-10)
         assert equal(torch.cat(stock["predicted"]), torch.cat(found["predicted"]))
+
+
+SCRIPT = """
+import hydra, json, os, torch
+import lightning.pytorch as pl
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from strategies import PipelineStrategy
+from torch import nn
+
+ConfigStore.instance().store("asked", {"lr": 0.1, "pp": 2})
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.lr = lr
+        self.layers = nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(6, 6), nn.Tanh())])
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.layers(batch), batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+@hydra.main(version_base="1.3", config_path=None, config_name="asked")
+def main(cfg):
+    pl.seed_everything(0)
+    strategy = PipelineStrategy(pp=cfg.pp, num_microbatches=2) if cfg.pp else "auto"
+    trainer = pl.Trainer(strategy=strategy, devices="auto" if cfg.pp else 1, accelerator="cpu",
+        max_epochs=1, precision="64-true", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False)
+    rows = torch.randn(32, 6, dtype=torch.float64)
+    trainer.fit(Net(cfg.lr), torch.utils.data.DataLoader(rows, batch_size=8))
+    if trainer.is_global_zero:
+        told = {"lr": cfg.lr, "loss": trainer.callback_metrics["loss"].item()}
+        with open(HydraConfig.get().runtime.output_dir + "/told.json", "w") as file:
+            json.dump(told, file)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.full
+def test_a_script_of_ones_own_sweeps_with_hydra(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = {}
+    for pp in (0, 2):
+        words = ["-m", "lr=0.1,0.01", f"pp={pp}", f"hydra.sweep.dir={tmp_path}/out{pp}"]
+        done = subprocess.run(
+            [sys.executable, "train.py", *words],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        files = sorted(tmp_path.glob(f"out{pp}/*/told.json"))
+        found[pp] = [json.loads(path.read_text()) for path in files]
+        assert len(list(tmp_path.glob(f"out{pp}/*/.hydra"))) == 2
+    assert [job["lr"] for job in found[2]] == [job["lr"] for job in found[0]] == [0.1, 0.01]
+    for one, other in zip(found[0], found[2], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-10)
