@@ -212,12 +212,8 @@ class SetupStrategy(UpdatingStrategy):
             what="versions, configuration and model",
         )
         alone = self._pipeline == self._options.tp == self._options.ep == 1
-        hooks = agree_on_module(
-            module,
-            self.root_device,
-            callbacks=trainer.callbacks,
-            seeded=self._seeded,  # type: ignore[attr-defined]
-        )
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        hooks = agree_on_module(module, self.root_device, callbacks=callbacks, seeded=self._seeded)
         model: StageModel | None = None
         refused: ModelError | None = None
         try:

@@ -154,7 +154,8 @@ def epoch_ends(trainer: pl.Trainer, *, ahead: bool) -> tuple[int | None, bool]:
     """
     loop = trainer.fit_loop.epoch_loop
     steps = trainer.global_step + (not loop._should_accumulate())
-    promised = not all(map(_is_measured, trainer.fit_loop._combined_loader.flattened))
+    loaders: Any = trainer.fit_loop._combined_loader
+    promised = not all(map(_is_measured, loaders.flattened))
     if (
         loop._num_ready_batches_reached()
         or 0 < loop.max_steps <= steps
