@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.timeline import Timeline
 from strategies.ir.versions import staleness, weight_versions
+from strategies.plan import Overlap
 from strategies.schedules import SCHEDULES, Schedule
 from strategies.schedules import custom as custom_module
 from strategies.schedules.synonym import SYNONYMS
@@ -197,7 +198,7 @@ def timeline_to_read() -> str:
 
 def fold_at_a_flush() -> str:
     """The picture of docs/how/fold.md: four stages, two segments, a reduction of four forwards."""
-    rows = {
+    rows: dict[str, tuple[str, Overlap]] = {
         "1f1b, reduced at the flush": ("1f1b", "none"),
         "interleaved_1f1b, reduced at the flush": ("interleaved_1f1b", "none"),
         "foldx_fifo, each segment reduced as it ends": ("foldx_fifo", "grad_reduce"),
