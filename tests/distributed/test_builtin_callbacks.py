@@ -113,6 +113,7 @@ KEPT = {
     "SpikeDetection": lambda made: made.losses,
     "Timer": lambda made: [made.time_elapsed(s) > 0 for s in ("train", "validate", "test")],
 }
+SELDOM = {"DeviceStatsMonitor", "RichModelSummary", "RichProgressBar", "Timer"}
 MEASURED = {"DeviceStatsMonitor", "ThroughputMonitor"}  # Each machine has its own numbers.
 
 
@@ -153,7 +154,10 @@ def run(name: str, strategy: Mapping[str, Any] | None, size: int = 8) -> dict[st
     "RichModelSummary", "RichProgressBar", "SpikeDetection", "TQDMProgressBar",
     "ThroughputMonitor", "Timer",
 )  # fmt: skip
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in SELDOM else ()) for name in MADE],
+)
 def test_a_callback_leaves_what_it_leaves_under_stock_lightning(
     ranks: Callable[[int], Ranks], name: str
 ) -> None:
