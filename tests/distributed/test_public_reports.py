@@ -400,3 +400,37 @@ def test_a_script_of_ones_own_sweeps_with_hydra(tmp_path: Path) -> None:
     assert [job["lr"] for job in found[2]] == [job["lr"] for job in found[0]] == [0.1, 0.01]
     for one, other in zip(found[0], found[2], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-10)
+
+
+class Counts(Callback):
+    """Looks at no weight, and does not say so."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches = getattr(self, "batches", 0) + 1
+
+
+class CountsAndSaysSo(Counts):
+    reads_weights = False
+
+
+def counted(kind: str, schedule: str) -> dict[str, Tensor]:
+    callback = {"counts": Counts, "says so": CountsAndSaysSo}[kind]()
+    strategy = {"pp": 2, "tp": 2, "schedule": schedule, "num_microbatches": 4}
+    trainer = trainer_of(strategy, max_epochs=1, callbacks=[callback])
+    x = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer.fit(Net(), DataLoader(TensorDataset(x), batch_size=8))
+    assert callback.batches == 6
+    weights: dict[str, Tensor] = trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
+    trainer.strategy.engine.close()  # type: ignore[attr-defined]
+    return weights
+
+
+@pytest.mark.full
+def test_a_callback_that_looks_at_nothing_drains_no_schedule_under_tp(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    found, *_ = ranks(4).run(counted, kind="counts", schedule="pipedream_2bw")
+    late, *_ = ranks(4).run(counted, kind="says so", schedule="pipedream_2bw")
+    flushed, *_ = ranks(4).run(counted, kind="counts", schedule="1f1b")
+    assert equal(late, found)
+    assert not equal(late, flushed)
