@@ -377,7 +377,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "buckets": ((int, tuple), "a whole number, or a tuple of them", "1"),
     "error_feedback": ((int, float), "a number", "0.5"),
 }
-_FLAGS = ("split_backward", "vertical_sync")
 
 
 def check_kinds(words: Mapping[str, object]) -> None:
@@ -397,9 +396,9 @@ def check_kinds(words: Mapping[str, object]) -> None:
             raise PlanError(f"{shown}: expected a Recompute. Try recompute={fix}.")
         if name == "file" and not isinstance(value, ScheduleFile):
             raise PlanError(
-                f"{shown}: expected a ScheduleFile. Try file=read_schedule_file('my.csv')."
+                f"{shown}: expected a ScheduleFile. Try file=read_schedule_file('a.csv')."
             )
-        if name in _FLAGS and not isinstance(value, bool):
+        if name in ("split_backward", "vertical_sync") and not isinstance(value, bool):
             raise PlanError(f"{shown}: expected True or False. Try {name}=True.")
         if name in _KINDS:
             kinds, noun, example = _KINDS[name]

@@ -24,7 +24,8 @@ from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, us
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
 from strategies.models.unit_model import HasUnits
-from strategies.tracing.figures import ExpertLayer, Figures, Slot, Tracer
+from strategies.tracing.equal_calls import Slot
+from strategies.tracing.figures import ExpertLayer, Figures, Tracer
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ from strategies.models.replay.hole import Spec
 from strategies.models.replay.replay_model import ReplayModel
 from strategies.planner.cut import Tensor, handed_on, skips
 from strategies.runtime.step.microbatch import count_rows
-from strategies.tracing.figures import Slot, Tracer
+from strategies.tracing.equal_calls import Slot
+from strategies.tracing.figures import Tracer
 from strategies.tracing.trace import empty_weights, trace_model
 from tests.strategies.models.replay.parity import chosen_cuts, stage_ranges
 from tests.strategies.models.replay.zoo import build
