@@ -395,9 +395,7 @@ def check_kinds(words: Mapping[str, object]) -> None:
             fix = "Recompute(policy='full')" if isinstance(value, str) else "NO_RECOMPUTE"
             raise PlanError(f"{shown}: expected a Recompute. Try recompute={fix}.")
         if name == "file" and not isinstance(value, ScheduleFile):
-            raise PlanError(
-                f"{shown}: expected a ScheduleFile. Try file=read_schedule_file('a.csv')."
-            )
+            raise PlanError(f"{shown}: expected a file. Try file=read_schedule_file('a.csv').")
         if name in ("split_backward", "vertical_sync") and not isinstance(value, bool):
             raise PlanError(f"{shown}: expected True or False. Try {name}=True.")
         if name in _KINDS:

@@ -167,7 +167,7 @@ def test_a_whole_training_program():
         ({"vertical_sync": 1}, "vertical_sync=1: expected True or False. Try vertical_sync=True."),
         (
             {"schedule": "custom", "file": "x.csv"},
-            "file='x.csv': expected a ScheduleFile. Try file=read_schedule_file('a.csv').",
+            "file='x.csv': expected a file. Try file=read_schedule_file('a.csv').",
         ),
         ({"pp": 2, "num_microbatches": 4.0}, "num_microbatches=4.0: expected a whole number."),
         ({"pp": 2, "schedule": 3}, "schedule=3: expected a text. Try schedule='1f1b'."),
