@@ -125,7 +125,8 @@ class PlanSharding:
             for own, shard in parts.items():
                 share = layer._parameters[own]
                 assert share is not None
-                whole = shard.whole(ranks.gather(share.detach()).unbind(0))
+                with self.values.taking_shares():
+                    whole = shard.whole(ranks.gather(share.detach()).unbind(0))
                 found[f"{name}.{own}"] = nn.Parameter(whole, requires_grad=share.requires_grad)
                 layer._parameters[own] = found[f"{name}.{own}"]
             layer.__class__ = kind

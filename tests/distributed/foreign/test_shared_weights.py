@@ -353,6 +353,40 @@ def test_a_hook_that_would_see_a_share_of_a_gradient_is_refused_with_its_name(
         )
 
 
+class DrawnByOptimizers(Sizes):
+    def configure_optimizers(self) -> Any:
+        nn.init.orthogonal_(self.a.weight)
+        return super().configure_optimizers()
+
+
+def test_who_computes_with_a_share_where_optimizers_are_made_is_refused(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    message = r"configure_optimizers\(\) computes with \(\w+\) a\.weight, .* or use tp=1"
+    with pytest.raises(ModelError, match=message):
+        ranks(2).run(
+            train, case=f"{__name__}:{DrawnByOptimizers.__name__}", strategy={"pp": 1, "tp": 2}
+        )
+
+
+class GroupedBySize(Sizes):
+    """An optimizer that makes its state at once, of groups by size."""
+
+    def configure_optimizers(self) -> Any:
+        small = [p for p in self.parameters() if p.numel() <= 100 or p.shape[0] < CLASSES + 1]
+        known = {id(p) for p in small}
+        rest = [p for p in self.parameters() if p.ndim and id(p) not in known]
+        return torch.optim.Adagrad([{"params": small, "lr": 0.1}, {"params": rest}], lr=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2", "pp2-tp2"])
+def test_groups_by_size_are_those_of_one_process(
+    layout: str, ranks: Callable[[int], Ranks]
+) -> None:
+    equal_to_stock(ranks, GroupedBySize, layout)
+
+
 class MomentOfShare(Sizes):
     def on_train_batch_end(self, *_: Any) -> None:
         optimizer: Any = self.optimizers()

@@ -74,15 +74,6 @@ def networks_in(module: pl.LightningModule) -> list[str]:
     return [str(name) for name, value in dict(module.hparams).items() if holds(value)]
 
 
-def _local(value: Any) -> Any:
-    """This rank's part of what hooks have put into a checkpoint beside the state."""
-    if isinstance(value, Piece):
-        return value.tensor
-    if type(value) is dict:
-        return {key: _local(item) for key, item in value.items()}
-    return [_local(item) for item in value] if type(value) is list else value
-
-
 def _attributes(value: Any) -> list[Any]:
     return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else []
 
@@ -195,8 +186,11 @@ class CheckpointWriter:
 
     def _seen_parts(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """For a folder: of what hooks have made of the whole state, this rank's part."""
-        plain: dict[str, Any] = without_sights(checkpoint, None)
-        plain = {k: v if k == "state_dict" else _local(v) for k, v in plain.items()}
+        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        # What hooks keep of the state beside it is this rank's part, as plain tensors.
+        parts = {n: v.tensor if isinstance(v, Piece) else v for n, v in self._parts.items()}
+        plain: dict[str, Any] = without_sights(rest, parts)
+        plain["state_dict"] = without_sights(checkpoint["state_dict"], None)
         known = set(self._strategy.whole.names)
         state = {
             name: value

@@ -15,9 +15,11 @@ at whose end ranks wait for each other; all calls of such a hook end like that.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,17 +41,26 @@ from strategies.runtime.lightning.hooks.hook_watch import (
     listings_watched,
     mapped,
 )
+from strategies.runtime.lightning.hooks.shown_groups import Groups
 from strategies.runtime.lightning.hooks.whole_parameters import (
     END,
     GRADIENTS,
     WEIGHTS,
-    Groups,
     WholeParameters,
 )
 from strategies.runtime.lightning.refusals import is_weight_averaging
 
 # Here gradients of the step before are gone already, which are there under stock Lightning.
 _CLEARED = ("on_before_zero_grad", "optimizer_zero_grad")
+
+
+# Where optimizers are made: what asks a parameter for its shape, and what takes no values of it.
+_SHAPES = frozenset(
+    ["shape", "size", "ndim", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"]
+)
+_NO_VALUES = frozenset(
+    ["requires_grad_", "grad", "data_ptr", "register_hook", "register_post_accumulate_grad_hook"]
+)
 
 
 class ParameterHooks(WholeParameters):
@@ -97,10 +108,14 @@ class ParameterHooks(WholeParameters):
     def whole_groups(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
         """Around ``configure_optimizers``: it sees the whole model, and each rank keeps its part.
 
-        Foreign parameters have their shapes there and no values.
+        Foreign parameters have their shapes there and no values; shares have the shapes of wholes.
+
+        Raises:
+            ModelError: It computes with a share.
         """
         with nullcontext() if self._table is None else self._table.listed():
-            yield
+            with Watch(self._on_setup) if self._shares.ids else nullcontext():
+                yield
             made = list(optimizers())
             self._look_at_gradient_hooks()
             self._optimizers = [
@@ -163,6 +178,20 @@ class ParameterHooks(WholeParameters):
                 return mapped(args, self._present), mapped(kwargs, self._present)
             self._bring(GRADIENTS if gradient else WEIGHTS)
         return mapped(args, self._present), mapped(kwargs, self._present)
+
+    def _on_setup(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operation in ``configure_optimizers``; those of optimizers are on shares."""
+        shares = [leaf for leaf in leaves_of((args, kwargs)) if id(leaf) in self._shares.ids]
+        name = operation_name(func)
+        if not shares or _in_optimizer():
+            return args, kwargs
+        if name in _SHAPES:
+            return mapped(args, self._shares.by_shape), mapped(kwargs, self._shares.by_shape)
+        if not is_question(func) and name not in _NO_VALUES:
+            raise self._shares.refusal(
+                shares[0], f"configure_optimizers() computes with ({name})", "on_fit_start"
+            )
+        return args, kwargs
 
     def _on_listing(self, module: nn.Module) -> None:
         if self._watching and any(id(child) in self._modules for child in module.modules()):
@@ -249,6 +278,16 @@ class ParameterHooks(WholeParameters):
             )
 
     # ---------------------------------------------------------------- the end of it
+
+
+def _in_optimizer() -> bool:
+    """Whether an optimizer's own method is at work."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "configure_optimizers":
+        if isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _watched_hook(hooks: ParameterHooks, owner: Any, name: str) -> Callable[..., Any]:

@@ -7,10 +7,12 @@ whole. Behind the hook the rank's share of them goes back to where it was.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from strategies.errors import ModelError
 from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, is_cut
 from strategies.runtime.engine.rank_engine import Engine
 
@@ -29,6 +31,23 @@ class WholeShares:
         self.ids = {id(parameter) for parameter in self._own.values()}
         self._shares: dict[str, Tensor] = {}  # as they are without a hook
         self._gradients: dict[str, Tensor | None] = {}
+
+    def refusal(self, share: Tensor, what: str, where: str) -> ModelError:
+        """For code that takes a share for the whole, outside of hooks."""
+        name = next(name for name, parameter in self._own.items() if parameter is share)
+        degree = "ep" if name in self._engine.model.experts else "tp"
+        return ModelError(
+            f"{what} {name}, of which this rank has a share. Do that in {where}, which has all of "
+            f"it, or use {degree}=1."
+        )
+
+    def by_shape(self, leaf: Any) -> Any:
+        """A share as the whole, without values; anything else as it is."""
+        name = next((name for name, parameter in self._own.items() if parameter is leaf), None)
+        if name is None:
+            return leaf
+        shape = self._shards[name].box(leaf.detach(), 0)[0]
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
     def bring(self) -> None:
         """Makes the weights whole; collective over the ranks that share them."""
