@@ -18,6 +18,8 @@ from typing import Any
 
 from launcher.compose.option_groups import Groups
 from launcher.config import LaunchConfig, check, from_dict
+from launcher.config.decode import unknown_key
+from launcher.config.key import is_free, keys_of
 from launcher.report.html import Panel, timeline_html
 from launcher.report.predicted import (
     compute_csv,
@@ -118,6 +120,7 @@ def configuration(words: Sequence[str], options: Options, mode: str = "simulate"
     assert mode in _MODES
     values: dict[str, Any] = {name: _copied(node) for name, node in options.base.items()}
     pairs = [_split(word) for word in words]
+    keys = {entry.path for entry in keys_of(LaunchConfig)}
     known = Groups({group: tuple(names) for group, names in options.groups.items()}, {})
     for key, text in pairs:
         if key in options.groups:
@@ -125,6 +128,8 @@ def configuration(words: Sequence[str], options: Options, mode: str = "simulate"
             values[key] = dict(options.groups[key][text])
     for key, text in pairs:
         if key not in options.groups:
+            if key not in keys and not is_free(key, LaunchConfig):
+                raise unknown_key(key, value=text)
             _set(values, key, _value(text))
     return from_dict(values | {"mode": mode})
 

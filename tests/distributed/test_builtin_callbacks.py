@@ -223,7 +223,7 @@ def test_the_batch_size_finder_is_refused(
 @pytest.mark.lightning_feature(
     "callback", "ModelPruning",
     refused="the callback ModelPruning replaces parameters by others during training",
-    fix="Prune the module before fit() (torch.nn.utils.prune), or use pp=1.",
+    fix="Prune the module before fit() (torch.nn.utils.prune), or use pp=1 tp=1 ep=1.",
 )  # fmt: skip
 def test_pruning_is_refused(
     ranks: Callable[[int], Ranks], refusal: Callable[[object], None]

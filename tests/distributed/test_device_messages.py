@@ -135,7 +135,7 @@ CASES = {
     "replicas": Case("foldx_fifo", pp=2, dp=2, steps=3),
     "sliced": Case("1f1b", pp=2, tp=2, steps=2, shape=SHAPE),
 }
-EVERY_DAY = ("1f1b", "split backwards")
+EVERY_DAY = ("1f1b",)
 
 
 def train_sharing(case: Case, folder: str) -> dict[str, Any]:
@@ -187,6 +187,7 @@ def train_and_validate(case: Case, folder: str) -> list[float]:
         return train(case=case, val_dataloaders=loader, num_sanity_val_steps=1)["losses"]
 
 
+@pytest.mark.full
 def test_blocks_of_an_evaluation_serve_in_training(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

@@ -287,10 +287,7 @@ BUILT_IN = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if name in ("tensor", "sliced") else FULL)
-        for name, case in BUILT_IN.items()
-    ],
+    [pytest.param(case, marks=() if name == "tensor" else FULL) for name, case in BUILT_IN.items()],
     ids=BUILT_IN,
 )
 def test_the_built_in_experts_keep_parity(case: Case, ranks: Callable[[int], Ranks]) -> None:

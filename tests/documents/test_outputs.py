@@ -75,7 +75,10 @@ def missing(shown: Output, printed: str, *, measured: bool) -> str | None:
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_what_a_page_shows_is_printed(page: Path, tmp_path: Path) -> None:
+def test_what_a_page_shows_is_printed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     for number, (files, command, shown) in enumerate(_pairs(page)):
         words = command.launcher
         if words is None or not _quiet(words) or {"-m"} & {*words}:

@@ -11,7 +11,7 @@ PLAN = FoundPlan(
     tp=2,
     layers=(
         LayerShare("layers.*.query", "column", "linear", 0, block=64, whole_output=False, count=4),
-        LayerShare("head", "vocabulary", "linear", 0, why=("replicated: 2 ms more",)),
+        LayerShare("head", "vocabulary", "linear", 0),
     ),
     divided=(("layers.*", "num_heads"),),
     unknown=(("aten.sort", "layers.0", 1e-3),),

@@ -522,7 +522,7 @@ EVERYDAY = (
     "own_backward", "swa", "ema", "freezing_middle", "finetuning",
 )  # fmt: skip
 
-SHARES_EVERYDAY = (("norms_logged", "pp2-tp2"), ("swa", "tp2"), ("ema", "pp2-tp2"))
+SHARES_EVERYDAY = (("norms_logged", "pp2-tp2"), ("swa", "tp2"))
 
 
 @spread(EVERYDAY, name="name", seldom=[name for name in CASES if name not in EVERYDAY])

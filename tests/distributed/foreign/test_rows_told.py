@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -475,7 +476,7 @@ def test_steps_inside_a_backward_are_refused(ranks: Callable[[int], Ranks]) -> N
 
 
 def test_layers_without_a_shape_are_refused() -> None:
-    trainer: Any = None  # Nobody has asked it by then.
+    trainer: Any = SimpleNamespace(strategy=None)
     plan = Plan("1f1b", pp=2, num_microbatches=4)
     with pytest.raises(ModelError, match=r"net\.0\.weight gets its shape in the first forward"):
         refuse_module(trainer, Unsized(), plan, compiled=False, shared=False)
