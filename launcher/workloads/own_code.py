@@ -16,6 +16,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
 import typing
 from collections.abc import Callable, Mapping
@@ -210,8 +211,11 @@ def described(target: Callable[..., Any]) -> str:
     return f"{_name(target)} ({_shown(file or '?')}:{line})"
 
 
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
 def one_line(error: BaseException) -> str:
-    """An exception of somebody's code in one line, with the last line of his that it came through.
+    """An exception of a user's code in one line, with the last line of it that it came through.
 
     >>> one_line(ValueError("no good"))
     'ValueError: no good'
@@ -225,7 +229,8 @@ def one_line(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<") and "importlib" not in frame.filename
     ]
-    own = [frame for frame in frames if frame.filename != __file__]
+    frames = [frame for frame in frames if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     return f"{text} ({_shown(own[-1].filename)}:{own[-1].lineno})" if own else text
 
 

@@ -212,6 +212,16 @@ def test_a_path_that_leads_nowhere_is_refused_in_one_line(here, path: str, expec
     assert str(refusal.value) == expected.format(here=here)
 
 
+def test_the_place_is_the_users_where_a_library_has_replaced_what_raises(here, monkeypatch):
+    from wandb.sdk.lib.exit_hooks import ExitHooks
+
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    ExitHooks().hook()
+    with pytest.raises(ModelError, match=r"SystemExit: bye \(own_exits\.py:2\)\. Try python"):
+        load_object("model", "own_exits:Lit")
+
+
 def test_errors_are_of_the_kind_of_what_was_asked_for(here):
     for key, kind in (("data", DataError), ("optimizer", PlanError), ("callbacks.a", PlanError)):
         with pytest.raises(kind, match=rf"^{key}.path=own_nets:Nope: "):
