@@ -122,8 +122,8 @@ class Tracked:
         try:
             hand_on()
         except OSError as error:
-            told, self._lost = self._lost, True
-            if not told:
+            lost, self._lost = self._lost, True
+            if not lost:
                 self._tell(
                     f"warning: wandb's folders take no more ({error}), and the run goes on without "
                     "checkpoints and pictures there. Make room where WANDB_CACHE_DIR and WANDB_DIR "

@@ -188,7 +188,7 @@ class Saver:
     own. What goes wrong there is raised by the next ``check``, ``finish`` or ``save``.
 
     Attributes:
-        undeleted: Warnings about old checkpoints that stay; whoever shows one takes it out.
+        undeleted: Warnings about old checkpoints that stay; a callback that shows one takes it out.
     """
 
     def __init__(self, exchange: Exchange) -> None:

@@ -167,7 +167,7 @@ def epoch_ends(trainer: pl.Trainer, *, ahead: bool) -> tuple[int | None, bool]:
 
 
 def _is_measured(loader: Any) -> bool:
-    """Whether a loader's length is that of its data; else it is a promise of somebody's code.
+    """Whether a loader's length is that of its data; else it is a promise of the user's code.
 
     Loaders with a state are believed: what is fetched ahead would be lost behind a checkpoint.
     """

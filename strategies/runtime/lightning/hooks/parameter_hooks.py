@@ -325,7 +325,7 @@ def _averages_of_files(load: Callable[..., Any]) -> Callable[..., Any]:
             raise ModelError(
                 "this checkpoint is a folder with the averages of WeightAveraging, of which each "
                 "rank has written its part, and they are not put together again. Go on without "
-                "that callback, from the averages, or begin anew with "
+                "that callback, from the averages, or start again with "
                 "PipelineStrategy(checkpoints='file')."
             )
         load(trainer, module, checkpoint)
