@@ -93,9 +93,9 @@ def saved(ranks: Callable[[int], Ranks], tmp_path_factory: Any) -> tuple[Path, l
     [
         ("1f1b", 2, 2),
         pytest.param("zb_v", 2, 2, marks=pytest.mark.full),
-        ("gpipe", 1, 2),
+        pytest.param("gpipe", 1, 2, marks=pytest.mark.full),
         ("1f1b", 1, 1),
-        ("foldx_fifo", 4, 1),
+        pytest.param("foldx_fifo", 4, 1, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value),
 )

@@ -125,14 +125,14 @@ def trials(kind: str, rank: int, layout: dict[str, Any] | None) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "rank", "layout"),
     [
-        ("callback", 0, {"pp": 2}),
+        pytest.param("callback", 0, {"pp": 2}, marks=pytest.mark.full),
         ("callback", 1, {"pp": 2}),
         ("step", 0, {"pp": 2}),
         ("last", 0, {"pp": 2}),
         ("data", 0, {"pp": 2}),
         ("callback", 1, {"pp": 1, "dp": 2}),
-        ("callback", 1, {"pp": 1, "tp": 2}),
-        ("callback", 1, {"pp": 2, "schedule": "pipedream_2bw"}),
+        pytest.param("callback", 1, {"pp": 1, "tp": 2}, marks=pytest.mark.full),
+        pytest.param("callback", 1, {"pp": 2, "schedule": "pipedream_2bw"}, marks=pytest.mark.full),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

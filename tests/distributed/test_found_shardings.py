@@ -73,7 +73,7 @@ def compare(alone: dict[str, Any], results: list[dict[str, Any]]) -> None:
     assert any(result["shards"] for result in results)
 
 
-EVERYDAY = ("mlp", "fused_view")
+EVERYDAY = ("fused_view",)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ ALL = [
 # What no other file runs every day.
 QUICK = [
     _case((2, 2, 1), "zero1", True),
-    _case((1, 4, 1), "zero1", True),
 ]
 
 

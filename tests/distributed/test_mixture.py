@@ -42,9 +42,7 @@ QUICK = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            c, marks=() if n in ("zb_v", "split", "chimera", "one rank") else pytest.mark.full
-        )
+        pytest.param(c, marks=() if n in ("zb_v", "split", "one rank") else pytest.mark.full)
         for n, c in QUICK.items()
     ],
     ids=QUICK,

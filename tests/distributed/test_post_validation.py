@@ -286,7 +286,9 @@ def test_checkpoints_and_validations_see_confirmed_weights(
     ("case", "options"),
     [
         pytest.param(replace(CASE, clip=1e-3, steps=3), {}, id="declared"),
-        pytest.param(replace(CASE, clip=1e-3, steps=3), {"plain": True}, id="plain"),
+        pytest.param(
+            replace(CASE, clip=1e-3, steps=3), {"plain": True}, id="plain", marks=pytest.mark.full
+        ),
         pytest.param(
             replace(CASE, clip=1e-3, steps=3, dp=2, optimizer="SGD"), {}, id="dp2",
             marks=pytest.mark.full,

@@ -183,7 +183,7 @@ def short_sums(microbatches: int) -> dict[str, Tensor]:
     return sums
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=FULL), "zb_h1"])
 def test_short_gradients_are_summed_in_32_bits_exactly(
     schedule: str, ranks: Callable[[int], Ranks]
 ) -> None:
@@ -205,10 +205,10 @@ def test_short_gradients_are_summed_in_32_bits_exactly(
 @pytest.mark.parametrize(
     ("clip", "schedule", "precision"),
     [
-        (None, "1f1b", "bf16-mixed"),
+        pytest.param(None, "1f1b", "bf16-mixed", marks=FULL),
         (0.05, "1f1b", "16-mixed"),
         (0.05, "zb_h1", "bf16-mixed"),
-        (None, "zb_h1", "16-mixed"),
+        pytest.param(None, "zb_h1", "16-mixed", marks=FULL),
         pytest.param(0.05, "1f1b", "bf16-mixed", marks=FULL),
         pytest.param(None, "1f1b", "16-mixed", marks=FULL),
         pytest.param(None, "zb_h1", "bf16-mixed", marks=FULL),

@@ -166,17 +166,19 @@ def fit(kind: str, layout: tuple[int, int] | None) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval).*")
 @pytest.mark.parametrize("kind", KINDS)
-def test_unusual_modules_train_as_on_one_device(kind: str, ranks: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize("layout", [(2, 1), pytest.param((2, 2), marks=pytest.mark.full)])
+def test_unusual_modules_train_as_on_one_device(
+    kind: str, layout: tuple[int, int], ranks: Callable[[int], Ranks]
+) -> None:
     alone = fit(kind, None)
-    for layout in ((2, 1), (2, 2)):
-        for result in ranks(layout[0] * layout[1]).run(fit, kind=kind, layout=layout):
-            for name, value in result["parameters"].items():
-                # A tied weight is known by its first name.
-                known = alone["parameters"].get(name)
-                known = alone["parameters"]["units.0.0.weight"] if known is None else known
-                assert torch.allclose(value, known, atol=1e-10, rtol=0), (layout, name)
-            if layout == (2, 1):
-                assert result["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-12)
+    for result in ranks(layout[0] * layout[1]).run(fit, kind=kind, layout=layout):
+        for name, value in result["parameters"].items():
+            # A tied weight is known by its first name.
+            known = alone["parameters"].get(name)
+            known = alone["parameters"]["units.0.0.weight"] if known is None else known
+            assert torch.allclose(value, known, atol=1e-10, rtol=0), name
+        if layout == (2, 1):
+            assert result["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-12)
 
 
 def fit_groups(group: int | None, rows: int) -> dict[str, Any]:

@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.documents.steps import Command, File, Output, shown_steps
-from tests.documents.test_commands import PAGES, ROOT, run_script
+from tests.documents.test_commands import PAGES, ROOT, is_quiet, printed_every_day, run_script
 from tests.launcher.command_line import launch_here
 from tests.launcher.runs import launch
 
 _CUT = " ..."  # at the end of a line whose rest is left out
-# Modes without ranks; what they print is the same on every machine.
-_QUIET = ("mode=simulate", "mode=plan", "mode=validate", "--help", "check")
 SHOWN = [page for page in PAGES if any(isinstance(s, Output) for s in shown_steps(page, ROOT))]
 
 
@@ -35,10 +33,6 @@ def _pairs(page: Path) -> Iterator[tuple[list[File], Command, Output]]:
         else:
             assert command is not None, f"{step.place}: no command prints this"
             yield [*files], command, step
-
-
-def _quiet(words: list[str]) -> bool:
-    return any(word in _QUIET for word in words)
 
 
 def _measured(line: str) -> str:
@@ -79,9 +73,10 @@ def test_what_a_page_shows_is_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
+    chosen = printed_every_day(page)
     for number, (files, command, shown) in enumerate(_pairs(page)):
         words = command.launcher
-        if words is None or not _quiet(words) or {"-m"} & {*words}:
+        if words is None or command.place not in chosen:
             continue
         folder = tmp_path / str(number)
         _write(files, folder)
@@ -101,7 +96,7 @@ def test_what_a_page_shows_of_runs_is_printed(page: Path, tmp_path: Path) -> Non
             _write([step], tmp_path)
         elif isinstance(step, Command) and step.place in shown_by:
             words, shown = step.launcher, shown_by[step.place]
-            measured = words is not None and not _quiet(words)
+            measured = words is not None and not is_quiet(words)
             if words is None:
                 printed = run_script(step.words[1], tmp_path)
             else:

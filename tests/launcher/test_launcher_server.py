@@ -29,7 +29,7 @@ def order(shape):
     [
         ["mode=simulate", "schedule=custom", "schedule.path=mine:order", "pp=2"],
         ["pp=0"],
-        ["--cfg=job", "pp=3"],
+        pytest.param(["--cfg=job", "pp=3"], marks=pytest.mark.full),
     ],
     ids=["own code", "refused", "shown"],
 )

@@ -56,6 +56,7 @@ def test_a_signal_ends_them_with_their_checkpoints(number, code, tmp_path):
     assert all(list((tmp_path / "s" / name / "checkpoints").glob("step-*.ckpt")) for name in "01")
 
 
+@pytest.mark.full  # test_processes.py interrupts a single run twice.
 def test_ctrl_c_twice_ends_them_at_once_and_leaves_the_table(tmp_path):
     write_project(tmp_path)
     with training(tmp_path) as sweep:

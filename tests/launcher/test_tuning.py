@@ -191,13 +191,13 @@ def test_reasons_are_a_line_each_and_in_the_result():
 
 
 def test_what_was_typed_for_the_planner_is_not_in_the_run(tmp_path: Path):
-    plan = found_with(maximize="sequence_length", top_k=5).listed[0]
-    typed = ["mode=plan", "pp=4", "planner.memory_gb=0.012", "planner.maximize=sequence_length",
-             "model.sequence=128", "model.vocab=512"]  # fmt: skip
+    plan = found_with(maximize="model_size", top_k=5).listed[0]
+    typed = ["mode=plan", "pp=4", "planner.memory_gb=0.012", "planner.maximize=model_size",
+             "model.layers=2", "model.vocab=512"]  # fmt: skip
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in typed))
     line = command_line(tmp_path, plan)
-    assert line.count("model.sequence=") == 1
+    assert line.count("model.layers=") == 1 and "model.layers=2 " not in line
     assert "planner." not in line
     assert "model.vocab=512" in line
 

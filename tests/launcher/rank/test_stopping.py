@@ -21,7 +21,7 @@ RUN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("who", ["the launcher", "one rank"])
+@pytest.mark.parametrize("who", ["the launcher", pytest.param("one rank", marks=pytest.mark.full)])
 def test_a_signal_ends_a_run_with_a_checkpoint_that_goes_on(who, tmp_path):
     save = ("trainer.save_last=false",) if who == "one rank" else ()
     with started(

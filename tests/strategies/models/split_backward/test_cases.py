@@ -15,7 +15,10 @@ from tests.strategies.models.split_backward.harness import (
 )
 
 
-@pytest.mark.parametrize("order", [FIFO, SHUFFLED], ids=["fifo", "shuffled"])
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(FIFO, marks=pytest.mark.full, id="fifo"), pytest.param(SHUFFLED, id="shuffled")],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_split_backward_gives_the_gradients_of_a_full_one(name, order):
     case = CASES[name]
@@ -82,7 +85,10 @@ def test_gradients_pass_hooks_and_the_engine_where_asked(name):
     compare(ours, theirs)
 
 
-@pytest.mark.parametrize("options", [{"exact": True}, {"through_engine": True}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"exact": True}, marks=pytest.mark.full), {"through_engine": True}],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_other_ways_to_accumulate_give_the_same(name, options):
     case = CASES[name]

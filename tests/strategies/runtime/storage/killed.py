@@ -25,6 +25,7 @@ from strategies.runtime.storage.commit import Saver
 from tests.strategies.runtime.storage.saving import newest, save, step_in
 
 _CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+NAMES = ("first.ckpt", "second.ckpt")  # in the place of an older one, and beside it
 _LARGE = 100_000  # numbers per row of three
 
 
@@ -164,7 +165,7 @@ def main() -> None:
         kind, _, count = word.partition("=")
         folder = Path(sys.argv[1]) / kind / "checkpoints"
         if kind == "calls":
-            found[kind] = [every_call(folder, name) for name in ("first.ckpt", "second.ckpt")]
+            found[kind] = [every_call(folder, name) for name in NAMES[: int(count)]]
         else:
             found[kind] = {"random": at_random, "ranks": one_of_two}[kind](folder, int(count))
     print(json.dumps(found))  # noqa: T201
