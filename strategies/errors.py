@@ -36,20 +36,20 @@ class PlanError(PipelineError):
 
 
 class ProgramError(PipelineError):
-    """A program that breaks a rule of the instruction set; the message shows the place."""
+    """A program that breaks a rule of the instruction set.
+
+    Attributes:
+        place: Rank, and place in its list, of the instruction that the message is about; None for
+            one that is about the whole program.
+    """
+
+    def __init__(self, reason: str, *, fix: str = "", place: tuple[int, int] | None = None) -> None:
+        super().__init__(reason, fix=fix)
+        self.place = place
 
 
 class DeadlockError(ProgramError):
-    """Lists of instructions in an order that cannot run.
-
-    Attributes:
-        stuck: Per rank, the index of the instruction that never begins; the length of the list
-            for a rank that gets through.
-    """
-
-    def __init__(self, message: str, stuck: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.stuck = stuck
+    """Lists of instructions in an order that cannot run; the place is that of one that waits."""
 
 
 class CostError(PipelineError):

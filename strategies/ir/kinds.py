@@ -38,6 +38,26 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
+class Value(Enum):
+    """What instructions use and make; what runs before what follows from it.
+
+    ``strategies.ir.graph`` tells the values of stages, microbatches, updates and ranks apart.
+    """
+
+    ACTIVATION = "activation"  # a stage's output, on its way to later stages
+    GRADIENT = "gradient"  # that of a stage's inputs, on its way to earlier stages
+    GRAPH = "graph"  # what the backward of a pair (stage, microbatch) reads
+    INPUT = "input"  # what a forward keeps in its place whose pair has an R
+    SAVED_FOR_W = "saved for W"
+    SHARE = "share"  # of a stage's weight gradient: that of one microbatch
+    SUM = "sum"  # one bucket of an update's gradient, over owners and replicas
+    WEIGHTS = "weights"  # as an update has made them
+    GATHERED = "gathered"  # the same, put together from replicas' shares
+    LOSS_GRADIENT = "loss gradient"  # of all microbatches' outputs
+
+    __hash__ = object.__hash__
+
+
 class Purpose(Enum):
     """What memory of a (stage, microbatch) pair is held for."""
 
@@ -64,11 +84,10 @@ class Facts:
         work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
         needed: Whether any order runs it; passes add the other kinds.
         update: Whether it belongs to the update of the weights, which accumulation leaves out.
-        reads: Kinds of which the first that its pair has must have ended before.
-        receives: The payload that it takes from its neighbours: F, the activations of the stages
-            before, or B, the gradients of those behind.
-        makes: The payload that it hands on to them.
-        completes: Whether the gradient of the stage's weights then has its microbatch's share.
+        uses: Of its stage's neighbours an ACTIVATION or GRADIENT, else of its own stage. GATHERED
+            and LOSS_GRADIENT only where the program makes them. SEND, RECV, DISPATCH and COMBINE
+            use what their payload says.
+        makes: Each once; what nobody makes nobody can use.
         takes: Held from its start on.
         checkpointed: The same where its pair is recomputed later; None for no difference.
         frees: Given back at its end; below zero for what is held from then on.
@@ -86,10 +105,8 @@ class Facts:
     work: tuple[Literal["forward", "backward_input", "backward_weight"], ...] = ()
     needed: bool = False
     update: bool = False
-    reads: tuple[Kind, ...] = ()
-    receives: Kind | None = None
-    makes: Kind | None = None
-    completes: bool = False
+    uses: tuple[Value, ...] = ()
+    makes: tuple[Value, ...] = ()
     takes: Amounts = field(default_factory=dict)
     checkpointed: Amounts | None = None
     frees: Amounts = field(default_factory=dict)
@@ -97,40 +114,51 @@ class Facts:
     colour: tuple[int, int] = (0, 0)
     key: str = ""
 
+    @property
+    def receives(self) -> Kind | None:
+        """The payload of the messages that it consumes: F activations, B gradients."""
+        if self.number != "microbatch":
+            return None
+        return next((payload for payload, value in PAYLOADS.items() if value in self.uses), None)
+
+
+PAYLOADS: Mapping[Kind | None, Value] = {Kind.F: Value.ACTIVATION, Kind.B: Value.GRADIENT}
+"""What messages carry."""
 
 _GRAPH: Amounts = {Purpose.GRAPH: 1, Purpose.RESULT: 1}
+_BACKWARD = (Value.GRAPH, Value.GRADIENT, Value.LOSS_GRADIENT)
 
 KINDS: Mapping[Kind, Facts] = {
     Kind.F: Facts(
         word="forward", occupies="rank", duration="forward", work=("forward",), needed=True,
-        receives=Kind.F, makes=Kind.F,
+        uses=(Value.ACTIVATION, Value.GATHERED), makes=(Value.ACTIVATION, Value.GRAPH),
         takes=_GRAPH, checkpointed={Purpose.INPUT: 1}, temporaries="forward_temporaries",
         colour=(212, 62),
     ),
     Kind.B: Facts(
         word="full backward", occupies="rank", duration="backward",
         work=("backward_input", "backward_weight"), needed=True,
-        reads=(Kind.R, Kind.F), receives=Kind.B, makes=Kind.B, completes=True,
+        uses=_BACKWARD, makes=(Value.GRADIENT, Value.SHARE),
         frees=_GRAPH, temporaries="backward_temporaries",
         colour=(28, 78),
     ),
     Kind.I: Facts(
         word="input gradient", occupies="rank", duration="backward_input",
         work=("backward_input",), needed=True,
-        reads=(Kind.R, Kind.F), receives=Kind.B, makes=Kind.B,
+        uses=_BACKWARD, makes=(Value.GRADIENT, Value.SAVED_FOR_W),
         frees={**_GRAPH, Purpose.WAITING: -1}, temporaries="backward_temporaries",
         colour=(44, 80),
     ),
     Kind.W: Facts(
         word="weight gradient", occupies="rank", duration="backward_weight",
         work=("backward_weight",), needed=True,
-        reads=(Kind.I,), completes=True,
+        uses=(Value.SAVED_FOR_W,), makes=(Value.SHARE,),
         frees={Purpose.WAITING: 1}, temporaries="backward_temporaries",
         colour=(150, 42),
     ),
     Kind.R: Facts(
         word="recompute", occupies="rank", duration="recompute", work=("forward",),
-        reads=(Kind.F,),
+        uses=(Value.INPUT,), makes=(Value.GRAPH,),
         takes={**_GRAPH, Purpose.INPUT: -1}, temporaries="forward_temporaries",
         colour=(272, 42),
     ),
@@ -138,19 +166,21 @@ KINDS: Mapping[Kind, Facts] = {
     Kind.RECV: Facts(word="receive", occupies="wire"),
     Kind.REDUCE: Facts(
         word="gradient reduction", occupies="channel", number="bucket", duration="reduce",
-        update=True, colour=(184, 58), key="R reduces gradients",
+        update=True, uses=(Value.SHARE,), makes=(Value.SUM,),
+        colour=(184, 58), key="R reduces gradients",
     ),
     Kind.GATHER: Facts(
         word="weight gather", occupies="channel", number="", duration="gather",
-        colour=(320, 40), key="G gathers weights",
+        makes=(Value.GATHERED,), colour=(320, 40), key="G gathers weights",
     ),
     Kind.STEP: Facts(
         word="optimizer step", occupies="rank", number="", duration="step", update=True,
-        key="S: optimizer step",
+        uses=(Value.SUM,), makes=(Value.WEIGHTS,), key="S: optimizer step",
     ),
     # Of what it reads the forwards' results are there, and what it makes of them is small.
     Kind.LOSS: Facts(
         word="loss of the whole batch", occupies="rank", number="", duration="loss",
+        uses=(Value.ACTIVATION,), makes=(Value.LOSS_GRADIENT,),
         colour=(0, 60), key="L: loss of the whole batch",
     ),
     # Needs, work and memory are those of its halves.
@@ -181,8 +211,8 @@ MICROBATCH_KINDS = _those(lambda facts: facts.occupies == "rank" and facts.numbe
 EXCHANGE_KINDS = _those(lambda facts: facts.number == "layer")
 BUCKET_KINDS = _those(lambda facts: facts.number == "bucket")
 STAGE_KINDS = _those(lambda facts: not facts.number)
-BACKWARD_KINDS = _those(lambda facts: facts.makes is Kind.B)
-GRADIENT_KINDS = _those(lambda facts: facts.completes)
+BACKWARD_KINDS = _those(lambda facts: Value.GRADIENT in facts.makes)
+GRADIENT_KINDS = _those(lambda facts: Value.SHARE in facts.makes)
 NEEDED_KINDS = _those(lambda facts: facts.needed)
 UPDATE_KINDS = _those(lambda facts: facts.update)
 

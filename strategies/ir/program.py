@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from strategies.ir.instruction import Instruction
@@ -13,8 +13,6 @@ from strategies.ir.kinds import GRADIENT_KINDS, MESSAGE_KINDS, Kind
 if TYPE_CHECKING:
     from strategies.ir.graph import Graph, Walk
 
-
-from functools import lru_cache
 
 # --------------------------------------------------------------------------------------------------
 # Which rank owns a stage, and which runs a microbatch through it. Nothing else maps the two.
@@ -173,16 +171,34 @@ class Program:
             return None
         return (microbatch + self.begun) // self.per_update + 1
 
+    def microbatches_of(self, version: int | None) -> range:
+        """Those whose gradients make a version; all of them where there is one update."""
+        if self.per_update is None or version is None:
+            return range(self.num_microbatches)
+        first = (version - 1) * self.per_update - self.begun
+        return range(max(first, 0), min(first + self.per_update, self.num_microbatches))
+
+    @cached_property
+    def dependencies(self) -> Graph:
+        """What each instruction needs, without an order; derived once.
+
+        Raises:
+            ProgramError: A value is missing, made twice, or of no use.
+        """
+        from strategies.ir.values import build_dependencies
+
+        return build_dependencies(self)
+
     @cached_property
     def graph(self) -> Graph:
         """Dependencies and one linear extension, derived once.
 
         Raises:
-            ProgramError: The lists deadlock.
+            ProgramError: As ``dependencies``, or the lists deadlock.
         """
-        from strategies.ir.graph import build_graph
+        from strategies.ir.graph import ordered
 
-        return build_graph(self)
+        return ordered(self)
 
     @cached_property
     def walk(self) -> Walk:

@@ -1,6 +1,7 @@
 r"""Instructions and programs as text, both ways.
 
-The spelling is that of torch.distributed.pipelining where that has one (``2F0``, ``3RECV_F0``);
+The spelling is that of torch.distributed.pipelining where that has one (``2F0``, ``3RECV_F0``,
+which means the neighbouring stage);
 peers, buckets, weight versions and extra edges extend it. A fused pair is spelled as torch does:
 
 >>> from strategies.ir.text import parse_instruction, format_instruction, spoken
@@ -34,16 +35,18 @@ _LETTERS = spellings(MICROBATCH_KINDS - {Kind.OVERLAP})
 _BUCKETED = spellings(BUCKET_KINDS)
 _PLAIN = spellings(STAGE_KINDS)
 
+_NUMBER = "[0-9]{1,7}"
+
 _PATTERN = re.compile(
-    r"(?P<stage>\d+)"
-    rf"(?:(?P<message>{'|'.join(spellings(MESSAGE_KINDS))})_(?P<payload>[FB])(?P<message_mb>\d+)"
-    r"(?P<arrow>[<>])(?P<peer>\d+)"
-    rf"|(?P<exchange>{'|'.join(spellings(EXCHANGE_KINDS))})_(?P<way>[FBR])(?P<exchange_mb>\d+)"
-    r"\.(?P<layer>\d+)"
-    rf"|(?P<bucketed>{'|'.join(_BUCKETED)})(?P<bucket>\d+)"
+    rf"(?P<stage>{_NUMBER})"
+    rf"(?:(?P<message>{'|'.join(spellings(MESSAGE_KINDS))})_(?P<payload>[FB])"
+    rf"(?P<message_mb>{_NUMBER})(?:(?P<arrow>[<>])(?P<peer>{_NUMBER}))?"
+    rf"|(?P<exchange>{'|'.join(spellings(EXCHANGE_KINDS))})_(?P<way>[FBR])"
+    rf"(?P<exchange_mb>{_NUMBER})\.(?P<layer>{_NUMBER})"
+    rf"|(?P<bucketed>{'|'.join(_BUCKETED)})(?P<bucket>{_NUMBER})"
     rf"|(?P<plain>{'|'.join(_PLAIN)})"
-    rf"|(?P<kind>{'|'.join(_LETTERS)})(?P<mb>\d+))"
-    r"(?:#(?P<version>\d+))?"
+    rf"|(?P<kind>{'|'.join(_LETTERS)})(?P<mb>{_NUMBER}))"
+    rf"(?:#(?P<version>{_NUMBER}))?"
     r"(?:@(?P<after>.+))?"
 )
 _FUSED = re.compile(r"\((?P<first>[^;()]+);(?P<second>[^;()]+)\)OVERLAP_F_B(?:@(?P<after>.+))?")
@@ -104,16 +107,23 @@ def parse_instruction(text: str) -> Instruction:
     after = tuple(parse_instruction(edge) for edge in edges)
     stage = int(part["stage"])
     if part["message"]:
-        if (part["arrow"] == ">") is not (part["message"] == "SEND"):
+        sends = part["message"] == "SEND"
+        if part["arrow"] and (part["arrow"] == ">") is not sends:
             raise ProgramError(
                 f"{text!r}: a SEND points to its target with '>', a RECV to its source with '<'."
             )
+        # Without a peer, the neighbour: activations go to the next stage, gradients back.
+        peer = stage + 1 if sends is (part["payload"] == "F") else stage - 1
+        if part["peer"]:
+            peer = int(part["peer"])
+        if peer < 0:
+            raise ProgramError(f"{text!r}: there is no stage before stage 0.")
         return Instruction(
             Kind(part["message"]),
             stage,
             int(part["message_mb"]),
             payload=Kind(part["payload"]),
-            peer=int(part["peer"]),
+            peer=peer,
             after=after,
             version=version,
         )

@@ -82,7 +82,8 @@ def messages(program: Program) -> list[Message]:
     for node, item in enumerate(program.graph.nodes):
         for part in item.parts if item.kind in MICROBATCH_KINDS else ():
             assert part.microbatch is not None
-            made[KINDS[part.kind].makes or part.kind, part.stage, part.microbatch] = node
+            payload = Kind.B if part.kind in BACKWARD_KINDS else part.kind
+            made[payload, part.stage, part.microbatch] = node
     rank_of = program.placement.rank_of
     found = []
     for boundary in program.boundaries:

@@ -38,7 +38,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from strategies.costs.table import Costs
-from strategies.ir.graph import Graph, around, build_needs
+from strategies.ir.graph import Graph, around
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
@@ -104,7 +104,7 @@ def judge(program: Program, semantics: Semantics, *, grouped: Grouped = False) -
     Raises:
         ProgramError: An instruction uses what nobody makes.
     """
-    graph = build_needs(program)
+    graph = program.dependencies
     if semantics in _QUEUED and (crossing := _crossing(graph)) is not None:
         return Verdict(semantics, crossing=crossing)
     events = _Events(graph, semantics, grouped)
@@ -145,7 +145,7 @@ def time_messages(
     costs say. A queue's next group waits for the last of this one. What stands behind a pending
     RECV in one queue waits with it: this is what an order of messages costs beyond computations.
     """
-    events = _Events(build_needs(program), semantics, grouped)
+    events = _Events(program.dependencies, semantics, grouped)
     try:
         order = [*events.sorter().static_order()]
     except CycleError:

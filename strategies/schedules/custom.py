@@ -14,16 +14,19 @@ grid with the step that every rank is stuck at and what it waits for.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
-from strategies.errors import DeadlockError, PlanError, ProgramError
+from strategies.errors import PlanError, ProgramError
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import Kind
+from strategies.ir.kinds import MESSAGE_KINDS, Kind
 from strategies.ir.program import PLACEMENTS, Placement, Program, bidirectional, chain, loop, v
-from strategies.ir.versions import check_versions
+from strategies.ir.verify import check_rules
 from strategies.plan import ScheduleFile
-from strategies.schedules.csv_file import CellRows, Index, check_cells, check_messages, parse_cells
+from strategies.schedules.csv_file import Cell, CellRows, parse_cells
 from strategies.schedules.schedule import Rows, Schedule, Shape
 
 NAME = "custom"
@@ -80,7 +83,8 @@ def from_file(file: ScheduleFile, *, pp: int) -> tuple[Placement, int, Rows]:
             f"{len(rows) - 1}, but pp={pp} needs {pp} lines. Try pp={len(rows)}."
         )
     program, compute = read_order(rows, file, messages=False)
-    _check_order(program, compute)
+    with _at_cells(compute, file.name):
+        _ = program.graph
     return program.placement, program.num_microbatches, program.ranks
 
 
@@ -94,77 +98,151 @@ def read_order(rows: CellRows, file: ScheduleFile, *, messages: bool) -> tuple[P
         PlanError: ``file.placement`` is not for so many ranks.
         ProgramError: The file is wrong; the message has line and column.
     """
-    index = check_cells(rows, name=file.name)
-    placement = _place(index, len(rows), file.name, file.placement)
-    check_messages(rows, index, placement, name=file.name)
-    kept = tuple(
-        tuple(cell for cell in row if cell.instruction and (cell.compute or messages))
-        for row in rows
-    )
+    placement = _place(rows, file)
+    kept = tuple(tuple(cell for cell in row if cell.instruction) for row in rows)
     program = Program(
         schedule=file.name,
         placement=placement,
-        num_microbatches=1 + max(microbatch for _, _, microbatch in index),
-        ranks=tuple(tuple(cell.instruction for cell in row if cell.instruction) for row in kept),
+        num_microbatches=1 + max(part.microbatch or 0 for _, _, part in _computed(rows)),
+        ranks=_instructions(kept),
         boundaries=chain(placement.num_stages),
+        role="accumulate",  # Passes of ours add the updates.
         lowered=any(not cell.compute for row in kept for cell in row),
     )
-    return _of_one_version(program, kept), kept
+    with _at_cells(kept, file.name):
+        check_rules(program)
+        _check_messages(program)
+    if not messages:
+        kept = tuple(tuple(cell for cell in row if cell.compute) for row in kept)
+        program = replace(program, ranks=_instructions(kept), lowered=False)
+    return replace(program, role="train"), kept
 
 
-def _of_one_version(program: Program, cells: CellRows) -> Program:
-    """The program without the versions that it names.
+_PEER = re.compile(r"((?:SEND|RECV)_[FB][0-9]+)[<>][0-9]+")
 
-    Raises:
-        ProgramError: A backward reads another one than its forward, or one that nobody makes.
-    """
-    check_versions(program)
-    for row in cells:
+
+@contextmanager
+def _at_cells(rows: CellRows, name: str) -> Iterator[None]:
+    """Errors with the line and column of the instruction that they are about."""
+    try:
+        yield
+    except ProgramError as error:
+        assert error.place is not None
+        rank, place = error.place
+        reason = _PEER.sub(r"\1", error.reason.removeprefix(f"{name}: "))
+        raise ProgramError(
+            f"{name}, {rows[rank][place].place}: {reason}", fix=_PEER.sub(r"\1", error.fix)
+        ) from None
+
+
+def _check_messages(program: Program) -> None:
+    """A SEND stands behind what it sends, a RECV before what uses it; the rest is lowering's."""
+    graph = program.dependencies
+    for node, item in enumerate(graph.nodes):
+        for need in graph.late_needs(node):
+            other = graph.nodes[need]
+            if item.kind in MESSAGE_KINDS or other.kind in MESSAGE_KINDS:
+                text = f"{item} stands before {other}, which it needs."
+                raise ProgramError(text, place=graph.place(node))
+
+
+def _instructions(rows: CellRows) -> Rows:
+    return tuple(tuple(cell.instruction for cell in row if cell.instruction) for row in rows)
+
+
+def _computed(rows: CellRows) -> Iterator[tuple[int, Cell, Instruction]]:
+    """Rank, cell and instruction of every F, B, I and W."""
+    for rank, row in enumerate(rows):
         for cell in row:
-            for item in cell.compute:
-                if item.version:
-                    raise ProgramError(
-                        f"{program.schedule}, {cell.place}: {cell.text} reads version "
-                        f"{item.version} of the weights, which nobody makes: a file is one step, "
-                        "and its update comes behind all of its gradients.",
-                        fix=(
-                            "Leave out what begins with #, or try schedule=pipedream_2bw or "
-                            "schedule=pipedream, whose microbatches read several versions."
-                        ),
-                    )
-    return program.with_ranks(
-        tuple(tuple(_unversioned(item) for item in row) for row in program.ranks)
-    )
+            for part in cell.compute:
+                yield rank, cell, part
 
 
-def _unversioned(item: Instruction) -> Instruction:
-    halves = tuple(replace(half, version=None) for half in item.halves)
-    return replace(item, version=None, halves=halves)
-
-
-def _place(index: Index, pp: int, name: str, wanted: str | None) -> Placement:
-    num_stages = 1 + max(stage for _, stage, _ in index)
-    if wanted is not None:
-        placement = _named(wanted, pp, num_stages, name)
+def _place(rows: CellRows, file: ScheduleFile) -> Placement:
+    """The placement that the file says or asks for; forwards stand as it has them."""
+    name = file.name
+    forwards = {
+        (part.stage, part.microbatch): (rank, cell)
+        for rank, cell, part in _computed(rows)
+        if part.kind is Kind.F
+    }
+    copies = _copies(rows, forwards, name)
+    if file.placement is not None:
+        placement = _named(file.placement, len(rows), len(copies[0]), name)
     else:
-        placement = _inferred(index, pp, num_stages)
-    for (_, stage, microbatch), (cell, rank) in index.items():
-        right = placement.rank_of(stage, microbatch)
+        placement = _like(copies, len(rows))
+    for (stage, microbatch), (rank, cell) in forwards.items():
+        right = placement.rank_of(stage, microbatch or 0)
         if rank == right:
             continue
-        if wanted is not None:
-            why = (
-                f"the {wanted} placement has it on rank {right}. Try schedule.placement=null: the "
-                "file's own"
-            )
+        if file.placement is not None:
+            why = f"the {placement.name} placement has it on rank {right}"
+            fix = "Try schedule.placement=null: the file's own."
         else:
-            other = index[Kind.F, stage, microbatch % placement.weight_copies][0]
-            why = (
-                f"rank {right} runs its stage ({other.text} in {other.place}). A stage stands on "
-                "one rank, or on two: even microbatches on the one, odd ones on the other"
+            other = forwards[stage, (microbatch or 0) % placement.weight_copies][1]
+            why = f"rank {right} runs its stage ({other.text} in {other.place})"
+            fix = (
+                "Put a stage on one rank, or on two: even microbatches on the one, odd ones on "
+                "the other."
             )
-        raise ProgramError(f"{name}, {cell.place}: {cell.text} stands on rank {rank}, but {why}.")
+        raise ProgramError(
+            f"{name}, {cell.place}: {cell.text} stands on rank {rank}, but {why}.", fix=fix
+        )
+    for rank, row in enumerate(rows):
+        for cell in row:
+            if cell.instruction is None and rank not in _owners(placement, cell.stage):
+                raise ProgramError(
+                    f"{name}, {cell.place}: {cell.text} stands on rank {rank}, which does not run "
+                    f"stage {cell.stage}.",
+                    fix="Remove it.",
+                )
     return placement
+
+
+def _owners(placement: Placement, stage: int) -> tuple[int, ...]:
+    return placement.owners(stage) if stage < placement.num_stages else ()
+
+
+Forwards = dict[tuple[int, int | None], tuple[int, Cell]]
+
+
+def _copies(rows: CellRows, forwards: Forwards, name: str) -> tuple[tuple[int, ...], ...]:
+    """Where the forwards of microbatch 0, and of 1 for a second copy, run each stage."""
+    num_stages = 1 + max(part.stage for _, _, part in _computed(rows))
+    copies = []
+    for microbatch in (0, 1) if (0, 1) in forwards else (0,):
+        ranks = []
+        for stage in range(num_stages):
+            if (stage, microbatch) not in forwards:
+                cell = _nearest(rows, stage, microbatch)
+                raise ProgramError(
+                    f"{name}, {cell.place}: {cell.text}, but no line runs {stage}F{microbatch}. "
+                    "Stages and microbatches count from 0 without a gap.",
+                    fix=f"Write {stage}F{microbatch}.",
+                )
+            ranks.append(forwards[stage, microbatch][0])
+        copies.append(tuple(ranks))
+    return tuple(copies[:1] if copies[0] == copies[-1] else copies)
+
+
+def _nearest(rows: CellRows, stage: int, microbatch: int) -> Cell:
+    """The first cell of that pair, else of that stage or a later one."""
+
+    def distance(entry: tuple[int, Cell, Instruction]) -> tuple[bool, bool]:
+        part = entry[2]
+        return (part.stage, part.microbatch) != (stage, microbatch), part.stage < stage
+
+    return min(_computed(rows), key=distance)[1]
+
+
+def _like(copies: tuple[tuple[int, ...], ...], pp: int) -> Placement:
+    """The placement with these copies; one of ours, if it is one."""
+    whole = len(copies[0]) // pp
+    known = [bidirectional(pp)]
+    if len(copies[0]) == whole * pp:
+        known = [loop(pp, whole), v(pp, whole), *known]
+    found = (placement for placement in known if placement.copies == copies)
+    return next(found, Placement(NAME, pp, copies))
 
 
 def _named(wanted: str, pp: int, num_stages: int, name: str) -> Placement:
@@ -184,36 +262,3 @@ def _named(wanted: str, pp: int, num_stages: int, name: str) -> Placement:
     if both:
         return bidirectional(pp)
     return loop(pp, stages_per_rank) if wanted == "loop" else v(pp, stages_per_rank)
-
-
-def _inferred(index: Index, pp: int, num_stages: int) -> Placement:
-    """Where the forwards of microbatch 0, and of 1 for a second copy, run each stage."""
-    odd_too = (Kind.F, 0, 1) in index
-    copies = tuple(
-        tuple(index[Kind.F, stage, microbatch][1] for stage in range(num_stages))
-        for microbatch in range(2 if odd_too else 1)
-    )
-    if copies[0] == copies[-1]:
-        copies = copies[:1]
-    whole = num_stages // pp
-    known = [bidirectional(pp)]
-    if num_stages == whole * pp:
-        known = [loop(pp, whole), v(pp, whole), *known]
-    found = (placement for placement in known if placement.copies == copies)
-    return next(found, Placement(NAME, pp, copies))
-
-
-def _check_order(program: Program, rows: CellRows) -> None:
-    """Refuses an order that deadlocks, at the cells that never begin."""
-    try:
-        _ = program.graph
-    except DeadlockError as error:
-        heads = zip(rows, error.stuck, strict=True)
-        stuck = [row[place] for row, place in heads if place < len(row)]
-        more = [f"{cell.text} in {cell.place}" for cell in stuck[1:4]]
-        more += ["..."] if len(stuck) > 4 else []
-        also = f" Stuck, too: {', '.join(more)}." if more else ""
-        raise ProgramError(
-            f"{program.schedule}, {stuck[0].place}: {stuck[0].text} never begins, the order cannot "
-            f"run.{also}\n{error}"
-        ) from None

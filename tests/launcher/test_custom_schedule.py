@@ -60,12 +60,13 @@ REFUSED = [
     ((), "0F0,0Fgarbage\n", "my.csv, line 1, column 2: '0Fgarbage' is not an instruction."),
     ((), PLAIN + "2F0,2B0\n", "my.csv, line 3, column 1: a line is a rank, and pp=2 has none"),
     (("pp=3",), PLAIN, "my.csv, line 2, column 1: this is the last line, for rank 1, but pp=3"),
-    ((), PLAIN.replace("1B1", "1B0"), "my.csv, line 2, column 5: 1B0 stands a second time, first"),
-    ((), PLAIN.replace("1B1", ""), "my.csv, line 2, column 4: 1F1 has no backward."),
-    ((), PLAIN.replace("1F1", ""), "my.csv, line 2, column 5: 1B1 has no forward."),
+    ((), PLAIN.replace("1B1", "1B0"), "my.csv, line 2, column 5: 1B0 stands a second time on rank"),
+    ((), PLAIN.replace("1B1", ""), "my.csv, line 2, column 4: 1F1 on rank 1 has no whole backw"),
+    ((), PLAIN.replace("1F1", ""), "my.csv, line 2, column 5: 1B1, but no line runs 1F1."),
     ((), PLAIN.replace("F1", "F2").replace("B1", "B2"),
-     "my.csv, line 1, column 2: 0F2, but none of the microbatches is 1."),
-    ((), PLAIN.replace("0F1,", "0F1,0SEND_F1,"), "my.csv, line 1, column 1: 0F0 has no 0SEND_F0"),
+     "my.csv, line 1, column 2: no rank runs 0F1, and num_microbatches=3 go through every stage. "
+     "Write 0F1, and 0B1, or 0I1 and 0W1."),
+    ((), PLAIN.replace("0F1,", "0F1,0SEND_F1,"), "my.csv, line 1, column 3: 0SEND_F1 has no mat"),
     (("schedule.placement=bidirectional",), PLAIN, "my.csv, line 1, column 2: 0F1 stands on rank"),
     (("num_microbatches=6",), PLAIN, "num_microbatches=6, but my.csv has 2. "
      "Try num_microbatches=2, or num_microbatches=auto."),
@@ -104,9 +105,8 @@ def test_an_order_that_cannot_run_is_refused_with_its_grid(tmp_path, monkeypatch
     path.unlink()
     assert (done.code, done.calls, done.output) == (2, [], "")
     assert done.errors == (
-        "error: my.csv, line 1, column 2: 0B0 never begins, the order cannot run. Stuck, too: 1B0 "
-        "in line 2, column 1.\n"
-        "my.csv: the program deadlocks. Every rank waits for another one:\n"
+        "error: my.csv, line 2, column 1: 1B0 on rank 1 stands before 1F0, which it needs: the "
+        "program deadlocks.\n"
         "rank 0 | 0F0 [0B0] 0F1 0B1  <-- waits for step 1B0\n"
         "rank 1 | [1B0] 1F0 1F1 1B1  <-- waits for step 1F0\n"
     )

@@ -184,11 +184,11 @@ def test_an_entry_point_may_be_a_function_an_entry_or_a_module(name: str, here) 
     [
         (
             "mine_stuck",
-            "mine_stuck: the program deadlocks. Every rank waits for another one:\n"
+            "mine_stuck: 1B0 on rank 1 stands before 1F0, which it needs: the program deadlocks.\n"
             "rank 0 | 0F0 [0B0] 0F1 0B1  <-- waits for step 1B0\n"
             "rank 1 | [1B0] 1F0 1F1 1B1  <-- waits for step 1F0\n",
         ),
-        ("mine_twice", "mine_twice: rank 0 runs 0F0 2 times. Every instruction stands once.\n"),
+        ("mine_twice", "mine_twice: 0F0 stands a second time on rank 0. Every"),
         ("mine_words", "mine_words: rank 0 has '0F0', which is no Instruction. Make them with"),
         ("mine_nothing", "mine_nothing: its order is no list of instructions per rank. Return a"),
         ("mine_gone", "schedule=mine_gone is offered by an installed package as my_orders:gone,"),

@@ -119,7 +119,10 @@ def test_a_file_is_told_its_place_its_deadlock_and_its_size(tmp_path, monkeypatc
     file = tmp_path / "my.csv"
     file.write_text(GRID)
     deadlock = answer(words, OPTIONS)["error"]
-    assert deadlock.startswith("my.csv, line 1, column 2: 0B0 never begins") and "\n" in deadlock
+    assert (
+        deadlock.startswith("my.csv, line 1, column 2: 0B0 on rank 0 never begins")
+        and "\n" in deadlock
+    )
     file.write_text(HOSTILE)
     assert "line 1, column 2: '<img src=x onerror=\"alert(1)\">'" in answer(words, OPTIONS)["error"]
     file.write_text("0F0," * (MAX_FORWARDS + 1))

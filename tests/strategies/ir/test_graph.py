@@ -8,7 +8,7 @@ from launcher.resolve import resolve
 from strategies.compiler import compile_plan
 from strategies.errors import ProgramError
 from strategies.ir import Kind, parse_instruction
-from strategies.ir.graph import _walk, build_graph
+from strategies.ir.graph import _walk
 from strategies.ir.program import bidirectional
 from tests.strategies.programs import plans, written
 
@@ -101,7 +101,7 @@ def test_an_edge_to_nothing_is_named(edge):
     program = written(f"0F0 0B0@{edge} 0REDUCE0 0STEP", num_microbatches=1)
     with pytest.raises(ProgramError) as error:
         _ = program.graph
-    assert str(error.value) == f"0B0@{edge} needs {edge}, which no rank runs."
+    assert str(error.value) == f"written: 0B0@{edge} needs {edge}, which no rank runs."
 
 
 def test_a_receive_waits_for_its_own_edges_too():
@@ -124,7 +124,10 @@ def test_a_missing_input_is_named():
     alone = program.with_ranks((program.ranks[0], ()))
     with pytest.raises(ProgramError) as error:
         _ = alone.graph
-    assert str(error.value) == "1F0 needs 0F0, which no rank runs."
+    assert str(error.value) == (
+        "written: no rank runs 0F0, and num_microbatches=1 go through every "
+        "stage. Write 0F0, and 0B0, or 0I0 and 0W0."
+    )
 
 
 @given(plans())
@@ -153,6 +156,6 @@ class _Counted(tuple):
 def test_a_walk_takes_as_long_as_the_program_is():
     asked = {"mode": "simulate", "pp": 4, "num_microbatches": 400}
     program = resolve(from_dict(asked)).programs.train
-    graph = build_graph(program)
+    graph = program.graph
     assert _walk(program, replace(graph, needs=_Counted(graph.needs))) == graph.order
     assert _Counted.reads < 10 * len(graph.nodes)

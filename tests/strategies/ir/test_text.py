@@ -122,7 +122,6 @@ def test_a_rank_is_a_line():
         "0REDUCE",
         "0STEP0",
         "0GATHER1",
-        "0SEND_F0",
         "0SEND_F0>",
         "0SEND_W0>1",
         "0SEND_I0>1",
@@ -172,3 +171,16 @@ def test_whole_programs(golden, schedule, name):
     text = format_rows(program.ranks)
     assert parse_rows(text) == program.ranks
     golden(name, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [("2SEND_F5", "2SEND_F5>3"), ("2RECV_F5", "2RECV_F5<1"), ("2SEND_B5", "2SEND_B5>1")],
+)
+def test_a_message_without_a_peer_goes_to_the_neighbour(text, whole):
+    assert parse_instruction(text) == parse_instruction(whole)
+
+
+def test_the_first_stage_has_no_stage_before_it():
+    with pytest.raises(ProgramError, match="no stage before stage 0"):
+        parse_instruction("0RECV_F0")

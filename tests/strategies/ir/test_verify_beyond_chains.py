@@ -47,7 +47,7 @@ def test_both_owners_reduce_in_the_same_order():
 def test_both_owners_step():
     first, second = lines(TWO_COPIES)
     message = refusal(two_copies(f"{first}\n{second.replace('0STEP', '')}"))
-    assert message == "written: rank 1 steps stages [1], but owns [0, 1]."
+    assert message == "written: rank 1 owns stage 0 and never runs 0STEP."
 
 
 def test_a_skip_connection_is_one_more_message():
@@ -65,4 +65,7 @@ def test_a_skip_connection_is_one_more_message():
     assert "[2SEND_B0>0] 2SEND_B0>1 2STEP  <-- waits for step 0RECV_B0<2 to be posted" in message
     missing = text.replace("2RECV_F0<0", "")
     message = refusal(written(missing, **options))
-    assert message == "written: the RECV of F0 from stage 0 to stage 2 is missing."
+    assert message == (
+        "written: 0SEND_F0>2 has no matching 2RECV_F0<0: the message never ends. "
+        "Write 2RECV_F0<0, or remove 0SEND_F0>2."
+    )

@@ -95,8 +95,8 @@ def test_an_unknown_word_names_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1LOSS 1B1", "1B0 stands before 1LOSS"),
-        ("0F0 0F1 0B0 0B1\n1F0 1F1 1LOSS 1LOSS 1B0 1B1", "1LOSS 2 times"),
+        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1LOSS 1B1", "1B0 on rank 1 stands before 1LOSS"),
+        ("0F0 0F1 0B0 0B1\n1F0 1F1 1LOSS 1LOSS 1B0 1B1", "1LOSS stands a second time on rank 1"),
         ("0F0 0F1 0LOSS 0B0 0B1\n1F0 1F1 1B0 1B1", "only one owner of stage 1 has"),
     ],
 )

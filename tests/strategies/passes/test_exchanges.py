@@ -88,9 +88,9 @@ def test_ranks_that_would_wait_for_each_other_are_refused():
     for wrong in (swapped, row[:place] + row[place + 1 :]):
         with pytest.raises(ProgramError, match="behind 0F0 on rank 0 stand"):
             verify(program.with_ranks((tuple(wrong), *program.ranks[1:])))
-    with pytest.raises(ProgramError, match="needs 0R0"):
+    with pytest.raises(ProgramError, match="behind 0F0 on rank 0 stand"):
         misplaced = [replace(i, payload=Kind.R) if i is row[place] else i for i in row]
-        _ = program.with_ranks((tuple(misplaced), *program.ranks[1:])).graph
+        verify(program.with_ranks((tuple(misplaced), *program.ranks[1:])))
 
 
 def test_without_experts_elsewhere_a_program_stays_what_it_is():

@@ -8,7 +8,6 @@ import pytest
 from strategies.compiler import compile_plan
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import DeadlockError, PlanError
-from strategies.ir.graph import build_needs
 from strategies.ir.kinds import MESSAGE_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.plan import Plan
@@ -191,7 +190,7 @@ def _shuffled(program: Program, seed: int) -> Program:
 
 def _by_definition(program: Program, semantics: Semantics) -> bool:
     """Whether all end, found by looking at everything again and again."""
-    graph = build_needs(program)
+    graph = program.dependencies
     count = len(graph.nodes)
 
     def queue(node: int) -> object:

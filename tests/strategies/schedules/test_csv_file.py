@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from strategies.errors import ProgramError
@@ -9,7 +11,7 @@ from strategies.ir.instruction import Instruction, backward, forward, overlap
 from strategies.ir.kinds import Kind
 from strategies.ir.text import format_rows
 from strategies.plan import ScheduleFile
-from strategies.schedules.csv_file import check_cells, parse_cells
+from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import from_file
 
 PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -92,7 +94,8 @@ def test_words_about_sharded_weights_name_a_stage_and_compute_nothing():
 
 @pytest.mark.parametrize(
     "cell",
-    ["0Fgarbage", "0F0garbage", "0F", "F0", "0", "-1F0", "0F-1", "0F0 0F1", "0F0.0", "0X0", "0R0",
+    ["0Fgarbage", "0RECV_F0<0", "0REDUCE0",
+     "0F0garbage", "0F", "F0", "0", "-1F0", "0F-1", "0F0 0F1", "0F0.0", "0X0", "0R0",
      "0STEP", "0SEND_F0>1", "0F0#", "0F0@0B0", "0UNSHARD3", "0SEND_W0", "0OVERLAP_F_B",
      "rank 0", "0F12345678", "\u0660F\u0660", '"0F0', "nan", "=A1", "#REF!"],
 )  # fmt: skip
@@ -117,6 +120,9 @@ def test_garbage_is_quoted_in_plain_letters_and_cut():
         ("0f0,0b0", "Did you mean 0F0?"),
         ("0F0;0B0", "Cells are separated by commas."),
         ("0F0\t0B0", "Cells are separated by commas."),
+        ("0R0", "Recomputation is no part of a file: leave it out and add recompute=full."),
+        ("0RECV_F0", "There is no stage before stage 0."),
+        ("0SEND_B0", "There is no stage before stage 0."),
     ],
 )
 def test_common_mistakes_get_a_hint(text, hint):
@@ -124,29 +130,14 @@ def test_common_mistakes_get_a_hint(text, hint):
 
 
 @pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        ("(0F1;3F0)OVERLAP_F_B", "must fuse one forward and one backward"),
-        ("(0B1;3B0)OVERLAP_F_B", "must fuse one forward and one backward"),
-        ("(0F1;3W0)OVERLAP_F_B", "must fuse one forward and one backward"),
-        ("(0F1;3B1)OVERLAP_F_B", "of its own microbatch"),
-        ("(0F1)OVERLAP_F_B", "is not a fused pair"),
-        ("(0F1;3B0;2F2)OVERLAP_F_B", "is not a fused pair"),
-        ("(0F1;3Bx)OVERLAP_F_B", "'3Bx' is not an instruction"),
-        ("((0F1;3B0)OVERLAP_F_B;2B2)OVERLAP_F_B", "is not a fused pair"),
-        ("(0F1;3B0)OVERLAP", "is not an instruction"),
-    ],
-)
-def test_a_wrong_pair_is_refused_at_its_cell(cell, expected):
+    "cell",
+    ["(0F1)OVERLAP_F_B", "(0F1;3B0;2F2)OVERLAP_F_B", "(0F1;3Bx)OVERLAP_F_B",
+     "((0F1;3B0)OVERLAP_F_B;2B2)OVERLAP_F_B"],
+)  # fmt: skip
+def test_what_is_no_pair_is_told_how_pairs_are_written(cell):
     message = refusal(f"0F0,{cell}")
-    assert message.startswith("my.csv, line 1, column 2: ")
-    assert expected in message
-
-
-def test_the_first_stage_has_nobody_before_it():
-    assert refusal("0F0,0RECV_F0") == (
-        "my.csv, line 1, column 2: 0RECV_F0: there is no stage before stage 0."
-    )
+    assert message.startswith(f"my.csv, line 1, column 2: '{cell[:37]}")
+    assert message.endswith("Write a fused pair as (0F1;3B0)OVERLAP_F_B.")
 
 
 @pytest.mark.parametrize(
@@ -161,197 +152,84 @@ def test_an_empty_file_is_refused(text):
     assert refusal(text).startswith("my.csv has no instruction.")
 
 
-# ------------------------------------------------------------------------------------ csv messages
+# ------------------------------------------------------------------------------------------ rules
 #
-# SEND and RECV cells of a compute_comms file: whole, or refused at the cell.
+# What the verifier refuses of a file, at the line and column of the cell.
 
 
 SOUND = (
     "0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD,0RESHARD\n"
     "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1I1,1SEND_B1,1W1,1REDUCE_GRAD,1RESHARD\n"
 )
+WITHIN = "0F0,1F0,1SEND_F0,1RECV_B0,1B0,0B0\n2RECV_F0,2F0,2B0,2SEND_B0\n"
+COPIES = (
+    "0F0,0SEND_F0,1RECV_F1,1F1,1B1,1SEND_B1,0RECV_B0,0B0\n"
+    "0F1,0SEND_F1,1RECV_F0,1F0,1B0,1SEND_B0,0RECV_B1,0B1\n"
+)
 
 
 def read(text):
-    return from_file(ScheduleFile("my.csv", text), pp=2)
-
-
-def messages_refusal(text):
-    with pytest.raises(ProgramError) as error:
-        read(text)
-    return str(error.value)
+    return from_file(ScheduleFile("my.csv", text), pp=text.strip().count("\n") + 1)
 
 
 def test_a_sound_file_gives_its_computations():
     assert format_rows(read(SOUND)[2]) == "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1I1 1W1\n"
+    placement, _, _ = read(COPIES)
+    assert (placement.name, placement.weight_copies) == ("bidirectional", 2)
 
 
 def test_a_file_without_messages_needs_none():
-    words = ("0SEND_F0", "0SEND_F1", "0RECV_B0", "0RECV_B1", "1RECV_F0", "1RECV_F1", "1SEND_B0",
-             "1SEND_B1")  # fmt: skip
-    text = SOUND
-    for word in words:
-        text = text.replace(word, "")
-    assert read(text) == read(SOUND)
+    assert read(re.sub(r"\d(SEND|RECV)_[FB]\d", "", SOUND)) == read(SOUND)
+    assert read(WITHIN) == read("0F0,1F0,1B0,0B0\n2F0,2B0\n")
 
 
 @pytest.mark.parametrize(
-    ("word", "place", "rest"),
+    ("text", "place", "words"),
     [
-        ("0SEND_F1", "line 1, column 4: 0F1 has no 0SEND_F1, but its result goes to another rank.",
-         " Write 0SEND_F1 after it, or leave out all SENDs and RECVs."),
-        ("1RECV_F0", "line 2, column 3: 1F0 has no 1RECV_F0, but its input comes from another "
-         "rank.", " Write 1RECV_F0 before it, or leave out all SENDs and RECVs."),
-        ("1SEND_B0", "line 2, column 4: 1B0 has no 1SEND_B0, but its result goes to another rank.",
-         " Write 1SEND_B0 after it, or leave out all SENDs and RECVs."),
-        ("1SEND_B1", "line 2, column 8: 1I1 has no 1SEND_B1, but its result goes to another rank.",
-         " Write 1SEND_B1 after it, or leave out all SENDs and RECVs."),
-        ("0RECV_B1", "line 1, column 9: 0B1 has no 0RECV_B1, but its input comes from another "
-         "rank.", " Write 0RECV_B1 before it, or leave out all SENDs and RECVs."),
+        # Messages.
+        (SOUND.replace("0SEND_F1", ""), (2, 6), "1RECV_F1 has no matching 0SEND_F1: the message "),
+        (SOUND.replace("1RECV_F0", ""), (1, 3), "0SEND_F0 has no matching 1RECV_F0: the message "),
+        (SOUND.replace("1SEND_B0", ""), (1, 6), "0RECV_B0 has no matching 1SEND_B0: the message "),
+        (SOUND.replace("1SEND_B1", ""), (1, 8), "0RECV_B1 has no matching 1SEND_B1: the message "),
+        (SOUND.replace("0RECV_B1", ""), (1, 9), "0B1 needs 0RECV_B1, which no rank runs. Write 0"),
+        (SOUND.replace("0B1,", "0B1,0SEND_F1,"), (1, 10), "0SEND_F1 stands a second time on rank"),
+        (SOUND.replace("1W1,", "1W1,1SEND_F1,"), (2, 11), "1SEND_F1 has no matching 2RECV_F1"),
+        (SOUND.replace("0B1,", "0B1,0SEND_F7,"), (1, 10), "0SEND_F7 on rank 0, but there are 2 mi"),
+        (SOUND.replace("1W1,", "1W1,0SEND_F0,"), (2, 11), "0SEND_F0 stands on rank 1, but the loo"),
+        (SOUND.replace("0F1,0SEND_F1", "0SEND_F1,0F1"), (1, 4), "0SEND_F1 stands before 0F1"),
+        (SOUND.replace("1RECV_F0,1F0", "1F0,1RECV_F0"), (2, 2), "1F0 stands before 1RECV_F0, whic"),
+        (SOUND.replace("1UNSHARD", "0UNSHARD"), (2, 1), "0UNSHARD stands on rank 1, which does no"),
+        (SOUND.replace("1REDUCE", "5REDUCE"), (2, 11), "5REDUCE_GRAD stands on rank 1, which does"),
+        (SOUND.replace("0SEND_F0,", "").replace("1W1", "1W1,0SEND_F0"), (2, 11),
+         "0SEND_F0 stands on rank 1, but the loop placement has its stage on rank 0. Move it"),
+        (WITHIN.replace("0F0,", "0F0,0SEND_F0,", 1), (1, 2), "0SEND_F0 has no matching 1RECV_F0"),
+        (WITHIN.replace("0F0,", "0F0,0SEND_F0,1RECV_F0,", 1), (1, 3), "1RECV_F0 on rank 0 brings "),
+        (COPIES.replace("1SEND_B1,", ""), (2, 7), "0RECV_B1 has no matching 1SEND_B1"),
+        # Every computation once.
+        ("0F0,0B0,0F0", (1, 3), "0F0 stands a second time on rank 0."),
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1,,0F1", (1, 5), "0F1 stands a second time on rank 0."),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,0B1", (2, 5), "0B1 stands on rank 1, but the loop plac"),
+        ("0F0,0B0,0W0", (1, 3), "0W0 on rank 0 makes what 0B0 makes. Write 0B0, or 0I0 and 0W0."),
+        ("0F0,0F1,0B0", (1, 2), "0F1 on rank 0 has no whole backward. Write 0B1, or 0I1 and 0W1"),
+        ("0F0,0I0", (1, 1), "0F0 on rank 0 has no whole backward."),
+        ("0F0,0W0", (1, 2), "0W0 needs 0I0, which no rank runs. Write 0I0 before it."),
+        ("0F0,0B0,0B1", (1, 3), "0B1 needs 0F1, which no rank runs. Write 0F1 before it."),
+        ("0F0,0B0,0F1,0B1\n1F0,1B0", (2, 1), "1F0, but no line runs 1F1."),
+        ("0F0,0B0\n2F0,2B0", (2, 1), "2F0, but no line runs 1F0. Stages and microbatches count f"),
+        ("0F0,0B0,0F2,0B2", (1, 3), "no rank runs 0F1, and num_microbatches=3 go through every st"),
+        ("0F1,0B1", (1, 1), "0F1, but no line runs 0F0. Stages and microbatches count from 0"),
+        ("1F0,1B0", (1, 1), "1F0, but no line runs 0F0. Stages and microbatches count from 0"),
+        ("0F0,0B0,0F9999999,0B9999999", (1, 3), "no rank runs 0F1, and num_microbatches=10000000 "),
+        ("0F0,0B0,9999999F0,9999999B0", (1, 3), "9999999F0, but no line runs 1F0."),
+        # Pairs.
+        ("0F0,0B0,(0F1;0F2)OVERLAP_F_B", (1, 3), "(0F1;0F2)OVERLAP_F_B on rank 0 does not fuse a"),
+        ("0F0,0F1,0I0,0I1,(0F2;0W0)OVERLAP_F_B", (1, 5), "(0F2;0W0)OVERLAP_F_B on rank 0 does no"),
+        ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", (1, 2), "(0F1;0B1)OVERLAP_F_B on rank 0 does not fuse a"),
     ],
 )  # fmt: skip
-def test_a_missing_message_is_refused_at_the_cell_that_needs_it(word, place, rest):
-    assert messages_refusal(SOUND.replace(word, "")) == f"my.csv, {place}{rest}"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("0B1,", "0B1,0SEND_F1,", "line 1, column 10: 0SEND_F1 stands a second time, first in "
-         "line 1, column 5. Every message has one SEND and one RECV."),
-        ("1W1,", "1W1,1SEND_F1,", "line 2, column 11: 1SEND_F1: no value of that microbatch goes "
-         "from one rank to another there. Remove it."),
-        ("0B1,", "0B1,0SEND_F7,", "line 1, column 10: 0SEND_F7: no value of that microbatch goes "
-         "from one rank to another there. Remove it."),
-        ("1W1,", "1W1,0SEND_F0,", "line 2, column 11: 0SEND_F0 stands a second time, first in "
-         "line 1, column 3. Every message has one SEND and one RECV."),
-        ("0F1,0SEND_F1", "0SEND_F1,0F1", "line 1, column 4: 0SEND_F1 stands before 0F1 (column 5), "
-         "whose result it sends."),
-        ("1RECV_F0,1F0", "1F0,1RECV_F0", "line 2, column 3: 1RECV_F0 stands after 1F0 (column 2), "
-         "whose input it receives."),
-        ("1UNSHARD", "0UNSHARD", "line 2, column 1: 0UNSHARD stands on rank 1, but stage 0 is on "
-         "rank 0."),
-        ("1REDUCE_GRAD", "5REDUCE_GRAD", "line 2, column 11: 5REDUCE_GRAD stands on rank 1, but "
-         "stage 5 is nowhere."),
-    ],
-)  # fmt: skip
-def test_a_wrong_message_is_refused_at_its_cell(old, new, expected):
-    assert messages_refusal(SOUND.replace(old, new, 1)) == f"my.csv, {expected}"
-
-
-def test_a_message_on_the_wrong_rank_is_sent_to_its_line():
-    text = SOUND.replace("0SEND_F0,", "").replace("1W1", "1W1,0SEND_F0")
-    assert messages_refusal(text) == (
-        "my.csv, line 2, column 11: 0SEND_F0 stands on rank 1, but 0F0 on rank 0 (line 1, column "
-        "2). Move it to line 1."
-    )
-
-
-def test_stages_of_one_rank_exchange_no_messages():
-    text = "0F0,1F0,1B0,0B0\n2F0,2B0\n"
-    sound = "0F0,1F0,1SEND_F0,1RECV_B0,1B0,0B0\n2RECV_F0,2F0,2B0,2SEND_B0\n"
-    assert read(sound) == read(text)
-    assert messages_refusal(sound.replace("0F0,", "0F0,0SEND_F0,", 1)).startswith(
-        "my.csv, line 1, column 2: 0SEND_F0: no value of that microbatch goes from one rank to"
-    )
-
-
-def test_two_weight_copies_exchange_messages_per_microbatch():
-    text = (
-        "0F0,0SEND_F0,1RECV_F1,1F1,1B1,1SEND_B1,0RECV_B0,0B0\n"
-        "0F1,0SEND_F1,1RECV_F0,1F0,1B0,1SEND_B0,0RECV_B1,0B1\n"
-    )
-    placement, _, _ = read(text)
-    assert (placement.name, placement.weight_copies) == ("bidirectional", 2)
-    assert messages_refusal(text.replace("1SEND_B1,", "")).startswith(
-        "my.csv, line 1, column 5: 1B1 has no 1SEND_B1"
-    )
-
-
-# --------------------------------------------------------------------------------------- csv rules
-#
-# Every computation once, without a gap: each broken rule at its line and column.
-
-
-def check(text):
-    return check_cells(parse_cells(text, name="my.csv"), name="my.csv")
-
-
-def rules_refusal(text):
+def test_a_broken_rule_is_refused_at_its_line_and_column(text, place, words):
     with pytest.raises(ProgramError) as error:
-        check(text)
-    return str(error.value)
-
-
-def test_every_computation_is_found_with_its_rank_also_inside_a_pair():
-    index = check("0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1\n1F0,1B0,1F1,1B1\n")
-    assert len(index) == 9
-    cell, rank = index[Kind.B, 0, 0]
-    assert (cell.text, cell.column, rank) == ("(0F1;0B0)OVERLAP_F_B", 2, 0)
-    assert index[Kind.B, 1, 1][1] == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "0F0,0B0,0F0",
-            "line 1, column 3: 0F0 stands a second time, first in line 1, column 1. "
-            "Every instruction stands once.",
-        ),
-        (
-            "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1,0B1",
-            "line 2, column 5: 0B1 stands a second time, first in line 1, column 4. "
-            "Every instruction stands once.",
-        ),
-        (
-            "0F0,(0F1;0B0)OVERLAP_F_B,0B1,,0F1",
-            "line 1, column 5: 0F1 stands a second time, first in line 1, column 2. "
-            "Every instruction stands once.",
-        ),
-        (
-            "0F0,0F1,0B0",
-            "line 1, column 2: 0F1 has no backward. Write 0B1, or 0I1 and 0W1, after it.",
-        ),
-        ("0F0,0B0,0B1", "line 1, column 3: 0B1 has no forward. Write 0F1, before it."),
-        (
-            "0F0,0B0,0F1,0B1\n1F0,1B0",
-            "line 1, column 3: 0F1 is of microbatch 1, which no line runs through stage 1. "
-            "Write 1F1, and 1B1, or 1I1 and 1W1.",
-        ),
-        ("0F0,0I0", "line 1, column 2: 0I0 without 0W0. Write 0B0, or 0I0 and 0W0."),
-        ("0F0,0W0", "line 1, column 2: 0W0 without 0I0. Write 0B0, or 0I0 and 0W0."),
-        (
-            "0F0,0B0,0W0",
-            "line 1, column 3: 0W0 is a part of 0B0 in line 1, column 2. "
-            "Write 0B0, or 0I0 and 0W0.",
-        ),
-        (
-            "0F0,0B0\n2F0,2B0",
-            "line 2, column 1: 2F0, but none of the stages is 1. "
-            "Stages count from 0 without a gap.",
-        ),
-        (
-            "0F0,0B0,0F2,0B2",
-            "line 1, column 3: 0F2, but none of the microbatches is 1. "
-            "Microbatches count from 0 without a gap.",
-        ),
-        (
-            "0F1,0B1",
-            "line 1, column 1: 0F1, but none of the microbatches is 0. "
-            "Microbatches count from 0 without a gap.",
-        ),
-        (
-            "1F0,1B0",
-            "line 1, column 1: 1F0, but none of the stages is 0. "
-            "Stages count from 0 without a gap.",
-        ),
-    ],
-)
-def test_what_is_repeated_or_missing_is_refused_at_its_line_and_column(text, expected):
-    assert rules_refusal(text) == f"my.csv, {expected}"
-
-
-def test_an_enormous_number_is_refused_at_once():
-    assert "none of the microbatches is 1." in rules_refusal("0F0,0B0,0F9999999,0B9999999")
-    assert "none of the stages is 1." in rules_refusal("0F0,0B0,9999999F0,9999999B0")
+        read(text)
+    line, column = place
+    assert str(error.value).startswith(f"my.csv, line {line}, column {column}: {words}")
+    assert "\n" not in str(error.value)

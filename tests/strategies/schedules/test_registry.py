@@ -189,7 +189,7 @@ def test_a_registered_function_that_forgets_an_instruction_is_named(registry):
     with pytest.raises(ProgramError) as error:
         compile_program(schedule="forgetful", pp=1, num_microbatches=1)
     assert str(error.value) == (
-        "forgetful: stage 0, microbatch 0 has F, a train program needs F and B, or F, I and W."
+        "forgetful: 0F0 on rank 0 has no whole backward. Write 0B0, or 0I0 and 0W0, after it."
     )
 
 
