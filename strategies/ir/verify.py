@@ -64,9 +64,11 @@ def check_rules(program: Program) -> None:
         )
     for rank, row in enumerate(program.ranks):
         for place, item in enumerate(row):
-            text, fix = _flaw(program, rank, item)
-            if text:
-                raise _broken(program, rank, place, text, fix)
+            try:
+                _check_fields(rank, item)
+                _check_place(program, rank, item)
+            except ProgramError as error:
+                raise _broken(program, rank, place, error.reason, error.fix) from None
     _ = program.dependencies
     _check_updates(program)
     _check_owners(program)
@@ -80,10 +82,10 @@ def _broken(program: Program, rank: int, place: int, text: str, fix: str = "") -
 # Of a kind: microbatch, bucket, peer and halves, and what its payload may be.
 _FIELDS = {
     kind: (
-        facts.number in ("microbatch", "layer"),
-        facts.number in ("bucket", "layer"),
-        kind in MESSAGE_KINDS,
-        kind is Kind.OVERLAP,
+        (
+            facts.number in ("microbatch", "layer"), facts.number in ("bucket", "layer"),
+            kind in MESSAGE_KINDS, kind is Kind.OVERLAP,
+        ),
         (Kind.F, Kind.B) if kind in MESSAGE_KINDS
         else (Kind.F, Kind.R, Kind.B) if kind in EXCHANGE_KINDS
         else (None,),
@@ -98,80 +100,81 @@ _NOT_RUN = {
 }
 
 
-def _flaw(program: Program, rank: int, item: Instruction) -> tuple[str, str]:
-    """What is wrong with an instruction by itself, and what to do; ("", "") for nothing."""
+def _check_fields(rank: int, item: Instruction) -> None:
+    """Each kind has its own fields; text cannot say it otherwise, a schedule in Python can."""
     if not isinstance(item, Instruction):
-        return (
+        raise ProgramError(
             f"rank {rank} has {item!r}, which is no Instruction.",
-            "Make them with forward(stage, microbatch) and the like of strategies.ir.instruction.",
+            fix="Make them with forward(stage, microbatch) and the like of "
+            "strategies.ir.instruction.",
         )
     here = (
         item.microbatch is not None, item.bucket is not None, item.peer is not None,
         bool(item.halves),
     )  # fmt: skip
-    *wanted, payloads = _FIELDS.get(item.kind, ((),))
-    if here != tuple(wanted) or item.payload not in payloads:
-        return (
+    wanted, payloads = _FIELDS.get(item.kind, ((), ()))
+    if here != wanted or item.payload not in payloads:
+        raise ProgramError(
             f"{item!r} on rank {rank} is malformed. "
             f"{' '.join(spellings(MICROBATCH_KINDS - {Kind.OVERLAP}))} have a microbatch, "
             "SEND and RECV also a payload (F or B) and a peer, "
             f"{' and '.join(spellings(EXCHANGE_KINDS))} a pass (F, R or B) and a layer, "
             f"{' and '.join(spellings(BUCKET_KINDS))} a bucket, "
             f"{' and '.join(spellings(STAGE_KINDS))} none of these, "
-            "OVERLAP two halves.",
-            "",
+            "OVERLAP two halves."
         )
     if item.halves and not _fuses(item):
-        return (
+        raise ProgramError(
             f"{item} on rank {rank} does not fuse a forward with a whole backward or I of another "
-            "microbatch.", "Write an instruction for each half.",
-        )  # fmt: skip
-    return _misplaced(program, rank, item)
+            "microbatch.",
+            fix="Write an instruction for each half.",
+        )
 
 
-def _misplaced(program: Program, rank: int, item: Instruction) -> tuple[str, str]:
-    placement = program.placement
+def _check_place(program: Program, rank: int, item: Instruction) -> None:
+    """Numbers that exist, on their rank, in a program that has such instructions."""
+    placement, count = program.placement, program.num_microbatches
     num_stages = placement.num_stages
     for part in item.halves or (item,):
         stage, number = part.stage, part.microbatch
         if not 0 <= stage < num_stages:
-            return (
+            raise ProgramError(
                 f"{part} on rank {rank} names stage {stage}, but there are {num_stages} stages, "
-                f"0 to {num_stages - 1}.", "",
-            )  # fmt: skip
-        if number is not None and not 0 <= number < program.num_microbatches:
-            return (
-                f"{part} on rank {rank}, but there are {program.num_microbatches} microbatches, "
-                "counted from 0.", "",
-            )  # fmt: skip
+                f"0 to {num_stages - 1}."
+            )
+        if number is not None and not 0 <= number < count:
+            raise ProgramError(
+                f"{part} on rank {rank}, but there are {count} microbatches, counted from 0."
+            )
         ranks = placement.owners(stage)
         if number is not None and len(ranks) > 1:
             ranks = (placement.rank_of(stage, number),)
         if rank not in ranks:
-            return (
+            raise ProgramError(
                 f"{part} stands on rank {rank}, but the {placement.name} placement has its stage "
-                f"on {name_ranks(ranks)}.", "Move it there.",
-            )  # fmt: skip
+                f"on {name_ranks(ranks)}.",
+                fix="Move it there.",
+            )
         if part.kind in _NOT_RUN[program.role]:
-            return f"{part} on rank {rank} in a program that is to {program.role} only.", ""
-    kind, several = item.kind, program.per_update is not None
-    if (item.version is not None) is not (several and kind not in MESSAGE_KINDS):
+            raise ProgramError(
+                f"{part} on rank {rank} in a program that is to {program.role} only."
+            )
+    several = program.per_update is not None
+    if (item.version is not None) is not (several and item.kind not in MESSAGE_KINDS):
         named = "no version" if item.version is None else f"version {item.version}"
         updates = "several updates" if several else "one update"
-        fix = (
-            "Leave it out, or set schedule=pipedream_2bw or schedule=pipedream, whose microbatches "
-            "read several versions of the weights."
-        )
-        text = f"{item} on rank {rank} names {named} of the weights in a program with {updates}."
-        return text, "" if several else fix
-    if kind in UPDATE_KINDS and not program.microbatches_of(item.version):
-        return f"{item} on rank {rank} belongs to an update that has no gradient.", ""
-    if kind is Kind.LOSS and (item.stage < num_stages - 1 or placement.weight_copies > 1):
-        return (
-            f"{item} needs the outputs of all microbatches, which only one owner of stage "
-            f"{num_stages - 1} has.", "",
+        raise ProgramError(
+            f"{item} on rank {rank} names {named} of the weights in a program with {updates}.",
+            fix="" if several else "Leave it out, or set schedule=pipedream_2bw or "
+            "schedule=pipedream, whose microbatches read several versions of the weights.",
         )  # fmt: skip
-    return "", ""
+    if item.kind in UPDATE_KINDS and not program.microbatches_of(item.version):
+        raise ProgramError(f"{item} on rank {rank} belongs to an update that has no gradient.")
+    if item.kind is Kind.LOSS and (item.stage < num_stages - 1 or placement.weight_copies > 1):
+        raise ProgramError(
+            f"{item} needs the outputs of all microbatches, which only one owner of stage "
+            f"{num_stages - 1} has."
+        )
 
 
 def _fuses(item: Instruction) -> bool:
