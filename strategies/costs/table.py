@@ -137,8 +137,6 @@ class CostTable:
             () for nothing.
         gather: Per stage, the all-gather of its updated weights; () if they are not sharded.
         memory: What stages hold, by what it is for; None if unknown.
-        loss: Per stage, the loss of the whole batch where it is an instruction of its own; () where
-            the last stage's forwards and backwards count it.
         one_link: Messages and reductions share one interface per rank; only for ``buffered``.
     """
 
@@ -160,7 +158,6 @@ class CostTable:
     gather: tuple[float, ...] = ()
     stage_input: tuple[float, ...] = ()
     memory: StageMemory | None = None
-    loss: tuple[float, ...] = ()
     one_link: bool = False
     exchange: tuple[float, ...] = ()
     exchanging: tuple[tuple[int, float], ...] = ()
@@ -215,7 +212,8 @@ class CostTable:
 
     def _column(self, kind: Kind) -> tuple[float, ...]:
         """Per stage, what a kind takes; () for nothing."""
-        column: tuple[float, ...] = getattr(self, KINDS[kind].duration)
+        name = KINDS[kind].duration
+        column: tuple[float, ...] = getattr(self, name) if name else ()
         return column
 
 

@@ -155,8 +155,8 @@ def _cause(node: int, graph: Graph, done: bytearray) -> str:
 # Derived once per program, so that replaying it against many cost tables (a search does that
 # thousands of times) touches integers only.
 # Rows of a flat duration table: row * S + stage.
-DURATION_ROWS = tuple(
-    kind for kind, facts in KINDS.items() if kind in COMPUTE_KINDS and facts.duration
+DURATION_ROWS: tuple[Kind, ...] = tuple(
+    kind for kind in KINDS if kind in COMPUTE_KINDS and kind is not Kind.OVERLAP
 )
 
 

@@ -80,7 +80,7 @@ class Facts:
         occupies: The ``rank``, its collective ``channel``, or the ``wire`` to another one.
         number: What tells those of a stage apart: its ``microbatch``, its ``bucket``, nothing, or a
             ``layer`` and a microbatch, inside of whose compute it runs.
-        duration: Its column in a ``CostTable``; "" where that is the sum of others, or a message's.
+        duration: Its column in a ``CostTable``; "" for none: it takes no time, or that of others.
         work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
         needed: Whether any order runs it; passes add the other kinds.
         update: Whether it belongs to the update of the weights, which accumulation leaves out.
@@ -179,7 +179,7 @@ KINDS: Mapping[Kind, Facts] = {
     ),
     # Of what it reads the forwards' results are there, and what it makes of them is small.
     Kind.LOSS: Facts(
-        word="loss of the whole batch", occupies="rank", number="", duration="loss",
+        word="loss of the whole batch", occupies="rank", number="",
         uses=(Value.ACTIVATION,), makes=(Value.LOSS_GRADIENT,),
         colour=(0, 60), key="L: loss of the whole batch",
     ),
