@@ -1,8 +1,8 @@
 r"""Instructions and programs as text, both ways.
 
-The spelling is that of torch.distributed.pipelining where that has one (``2F0``, ``3RECV_F0``,
-which means the neighbouring stage);
-peers, buckets, weight versions and extra edges extend it. A fused pair is spelled as torch does:
+The spelling is that of torch.distributed.pipelining where that has one (``2F0``; ``3RECV_F0`` means
+the neighbouring stage); peers, buckets, weight versions and extra edges extend it. A fused pair is
+spelled as torch does:
 
 >>> from strategies.ir.text import parse_instruction, format_instruction, spoken
 >>> for text in ("2F0", "2SEND_F0>3", "3RECV_F0<2", "2REDUCE1", "2STEP", "1R0@2B0+2B1", "0F3#1"):
@@ -16,6 +16,7 @@ peers, buckets, weight versions and extra edges extend it. A fused pair is spell
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from strategies.errors import ProgramError
@@ -87,9 +88,8 @@ def parse_instruction(text: str) -> Instruction:
     """
     fused = _FUSED.fullmatch(text.strip())
     if fused is not None:
-        edges = fused["after"].split("+") if fused["after"] else []
         pair = overlap(parse_instruction(fused["first"]), parse_instruction(fused["second"]))
-        return replace(pair, after=tuple(map(parse_instruction, edges)))
+        return replace(pair, after=_edges(fused["after"]))
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         letters = " ".join(f"2{kind}0" for kind in _LETTERS)
@@ -102,47 +102,42 @@ def parse_instruction(text: str) -> Instruction:
             ),
         )
     part = match.groupdict()
-    version = None if part["version"] is None else int(part["version"])
-    edges = part["after"].split("+") if part["after"] else []
-    after = tuple(parse_instruction(edge) for edge in edges)
-    stage = int(part["stage"])
-    if part["message"]:
-        sends = part["message"] == "SEND"
-        if part["arrow"] and (part["arrow"] == ">") is not sends:
-            raise ProgramError(
-                f"{text!r}: a SEND points to its target with '>', a RECV to its source with '<'."
-            )
-        # Without a peer, the neighbour: activations go to the next stage, gradients back.
-        peer = stage + 1 if sends is (part["payload"] == "F") else stage - 1
-        if part["peer"]:
-            peer = int(part["peer"])
-        if peer < 0:
-            raise ProgramError(f"{text!r}: there is no stage before stage 0.")
-        return Instruction(
-            Kind(part["message"]),
-            stage,
-            int(part["message_mb"]),
-            payload=Kind(part["payload"]),
-            peer=peer,
-            after=after,
-            version=version,
+    kind = part["message"] or part["exchange"] or part["bucketed"] or part["plain"] or part["kind"]
+    payload = part["payload"] or part["way"]
+    peer = None if part["message"] is None else _peer(text, part)
+    return Instruction(
+        Kind(kind),
+        int(part["stage"]),
+        _number(part["message_mb"] or part["exchange_mb"] or part["mb"]),
+        bucket=_number(part["layer"] or part["bucket"]),
+        payload=None if payload is None else Kind(payload),
+        peer=peer,
+        after=_edges(part["after"]),
+        version=_number(part["version"]),
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _edges(text: str | None) -> tuple[Instruction, ...]:
+    return tuple(map(parse_instruction, text.split("+"))) if text else ()
+
+
+def _peer(text: str, part: Mapping[str, str]) -> int:
+    """The stage at a message's other end; if it is not written, the neighbour."""
+    sends = part["message"] == "SEND"
+    if part["arrow"] and (part["arrow"] == ">") is not sends:
+        raise ProgramError(
+            f"{text!r}: a SEND points to its target with '>', a RECV to its source with '<'."
         )
-    if part["exchange"]:
-        return Instruction(
-            Kind(part["exchange"]),
-            stage,
-            int(part["exchange_mb"]),
-            bucket=int(part["layer"]),
-            payload=Kind(part["way"]),
-            after=after,
-            version=version,
-        )
-    if part["bucket"] is not None:
-        kind = Kind(part["bucketed"])
-        return Instruction(kind, stage, bucket=int(part["bucket"]), after=after, version=version)
-    if part["plain"]:
-        return Instruction(Kind(part["plain"]), stage, after=after, version=version)
-    return Instruction(Kind(part["kind"]), stage, int(part["mb"]), after=after, version=version)
+    # Activations go to the next stage, gradients back.
+    down = sends is (part["payload"] == "F")
+    peer = int(part["peer"] or int(part["stage"]) + (1 if down else -1))
+    if peer < 0:
+        raise ProgramError(f"{text!r}: there is no stage before stage 0.")
+    return peer
 
 
 def format_rows(ranks: tuple[tuple[Instruction, ...], ...]) -> str:
