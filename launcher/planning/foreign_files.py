@@ -27,7 +27,6 @@ from strategies.plan import ScheduleFile
 from strategies.planner.cut import balance
 from strategies.referee.foreign import Asked, read_flags, read_their_file
 from strategies.referee.foreign.torch_order import NAMES, named_order
-from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import read_order
 
 _NAMED = {
@@ -166,8 +165,7 @@ def _rows(program: Program) -> list[list[str]]:
 
 
 def _order(text: str) -> list[list[str]]:
-    file = ScheduleFile("x.csv", text)
-    return _rows(read_order(parse_cells(text, name="x.csv"), file, messages=False)[0])
+    return _rows(read_order(ScheduleFile("x.csv", text), messages=False))
 
 
 def _same(theirs: Sequence[Sequence[str]], ours: Sequence[Sequence[str]], target: str) -> None:

@@ -83,7 +83,6 @@ class Facts:
         duration: Its column in a ``CostTable``; "" for none: it takes no time, or that of others.
         work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
         needed: Whether any order runs it; passes add the other kinds.
-        update: Whether it belongs to the update of the weights, which accumulation leaves out.
         uses: Of its stage's neighbours an ACTIVATION or GRADIENT, else of its own stage. GATHERED
             and LOSS_GRADIENT only where the program makes them. SEND, RECV, DISPATCH and COMBINE
             use what their payload says.
@@ -104,7 +103,6 @@ class Facts:
     duration: str = ""
     work: tuple[Literal["forward", "backward_input", "backward_weight"], ...] = ()
     needed: bool = False
-    update: bool = False
     uses: tuple[Value, ...] = ()
     makes: tuple[Value, ...] = ()
     takes: Amounts = field(default_factory=dict)
@@ -166,7 +164,7 @@ KINDS: Mapping[Kind, Facts] = {
     Kind.RECV: Facts(word="receive", occupies="wire"),
     Kind.REDUCE: Facts(
         word="gradient reduction", occupies="channel", number="bucket", duration="reduce",
-        update=True, uses=(Value.SHARE,), makes=(Value.SUM,),
+        uses=(Value.SHARE,), makes=(Value.SUM,),
         colour=(184, 58), key="R reduces gradients",
     ),
     Kind.GATHER: Facts(
@@ -174,7 +172,7 @@ KINDS: Mapping[Kind, Facts] = {
         makes=(Value.GATHERED,), colour=(320, 40), key="G gathers weights",
     ),
     Kind.STEP: Facts(
-        word="optimizer step", occupies="rank", number="", duration="step", update=True,
+        word="optimizer step", occupies="rank", number="", duration="step",
         uses=(Value.SUM,), makes=(Value.WEIGHTS,), key="S: optimizer step",
     ),
     # Of what it reads the forwards' results are there, and what it makes of them is small.
@@ -214,7 +212,7 @@ STAGE_KINDS = _those(lambda facts: not facts.number)
 BACKWARD_KINDS = _those(lambda facts: Value.GRADIENT in facts.makes)
 GRADIENT_KINDS = _those(lambda facts: Value.SHARE in facts.makes)
 NEEDED_KINDS = _those(lambda facts: facts.needed)
-UPDATE_KINDS = _those(lambda facts: facts.update)
+UPDATE_KINDS = _those(lambda facts: bool({Value.SHARE, Value.SUM} & {*facts.uses}))
 
 
 def spellings(kinds: Iterable[Kind]) -> tuple[str, ...]:

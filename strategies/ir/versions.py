@@ -10,14 +10,10 @@ staleness.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from strategies.ir.program import Program
-
-# Of each of hundreds of thousands of instructions.
-_VERSION, _HALVES = attrgetter("version"), attrgetter("halves")
 
 
 def weight_versions(program: Program) -> tuple[int, ...]:
@@ -26,7 +22,7 @@ def weight_versions(program: Program) -> tuple[int, ...]:
     A version lives from the update that makes it until the last backward that reads it has run, and
     no newer one is there.
     """
-    if not _versioned(program):
+    if program.per_update is None:
         return (1,) * len(program.ranks)
     return tuple(max(_alive(row), default=1) for row in program.ranks)
 
@@ -48,19 +44,6 @@ def staleness(program: Program) -> tuple[int, ...]:
                 if part.kind is Kind.F and part.version is not None and made is not None:
                     late[part.stage] = max(late[part.stage], made - 1 - part.version)
     return tuple(late)
-
-
-def _versioned(program: Program) -> bool:
-    """Whether its instructions name versions; a planner asks of hundreds of programs."""
-    return program.per_update is not None or any(
-        {*map(_VERSION, row)} - {None}
-        or any(
-            half.version is not None
-            for halves in filter(None, map(_HALVES, row))
-            for half in halves
-        )
-        for row in program.ranks
-    )
 
 
 def _alive(row: Sequence[Instruction]) -> Iterator[int]:

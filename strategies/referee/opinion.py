@@ -27,7 +27,6 @@ from strategies.lowering.send_recv import add_messages
 from strategies.plan import Plan, ScheduleFile
 from strategies.referee.semantics import SEMANTICS, Grouped, Semantics, Verdict, judge
 from strategies.schedules import SCHEDULES
-from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import NAME, read_order
 from strategies.simulator.engine import simulate
 
@@ -150,8 +149,7 @@ def examine(
         PlanError: ``placement`` is not for so many ranks.
         ProgramError: The text is no order; the message has line and column.
     """
-    file = ScheduleFile(name, text, placement)
-    program, _ = read_order(parse_cells(text, name=name), file, messages=True)
+    program = read_order(ScheduleFile(name, text, placement), messages=True)
     if not program.lowered:
         verdict = judge(program, semantics)
         return Opinion(program, verdict, (verdict,), None)

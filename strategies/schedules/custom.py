@@ -82,22 +82,27 @@ def from_file(file: ScheduleFile, *, pp: int) -> tuple[Placement, int, Rows]:
             f"{file.name}, line {len(rows)}, column 1: this is the last line, for rank "
             f"{len(rows) - 1}, but pp={pp} needs {pp} lines. Try pp={len(rows)}."
         )
-    program, compute = read_order(rows, file, messages=False)
+    program, compute = _read(rows, file, messages=False)
     with _at_cells(compute, file.name):
         _ = program.graph
     return program.placement, program.num_microbatches, program.ranks
 
 
-def read_order(rows: CellRows, file: ScheduleFile, *, messages: bool) -> tuple[Program, CellRows]:
-    """A file's rows as a program, and the cells that its instructions come from.
+def read_order(file: ScheduleFile, *, messages: bool) -> Program:
+    """A file as a program; everything is checked but whether the order can run.
 
-    Everything is checked but whether the order can run. ``messages``: whether SENDs and RECVs stay
+    ``messages``: whether SENDs and RECVs stay
     where the file has them (the program counts as lowered then, if there are any).
 
     Raises:
         PlanError: ``file.placement`` is not for so many ranks.
         ProgramError: The file is wrong; the message has line and column.
     """
+    return _read(parse_cells(file.text, name=file.name), file, messages=messages)[0]
+
+
+def _read(rows: CellRows, file: ScheduleFile, *, messages: bool) -> tuple[Program, CellRows]:
+    """The program, and the cells that its instructions come from."""
     placement = _place(rows, file)
     kept = tuple(tuple(cell for cell in row if cell.instruction) for row in rows)
     program = Program(
@@ -164,7 +169,7 @@ def _place(rows: CellRows, file: ScheduleFile) -> Placement:
     forwards = {
         (part.stage, part.microbatch): (rank, cell)
         for rank, cell, part in _computed(rows)
-        if part.kind is Kind.F
+        if part.kind is Kind.F and part.microbatch is not None
     }
     copies = _copies(rows, forwards, name)
     if file.placement is not None:
@@ -172,14 +177,14 @@ def _place(rows: CellRows, file: ScheduleFile) -> Placement:
     else:
         placement = _like(copies, len(rows))
     for (stage, microbatch), (rank, cell) in forwards.items():
-        right = placement.rank_of(stage, microbatch or 0)
+        right = placement.rank_of(stage, microbatch)
         if rank == right:
             continue
         if file.placement is not None:
             why = f"the {placement.name} placement has it on rank {right}"
             fix = "Try schedule.placement=null: the file's own."
         else:
-            other = forwards[stage, (microbatch or 0) % placement.weight_copies][1]
+            other = forwards[stage, microbatch % placement.weight_copies][1]
             why = f"rank {right} runs its stage ({other.text} in {other.place})"
             fix = (
                 "Put a stage on one rank, or on two: even microbatches on the one, odd ones on "
@@ -190,7 +195,7 @@ def _place(rows: CellRows, file: ScheduleFile) -> Placement:
         )
     for rank, row in enumerate(rows):
         for cell in row:
-            if cell.instruction is None and rank not in _owners(placement, cell.stage):
+            if cell.instruction is None and cell.stage not in placement.stages_of(rank):
                 raise ProgramError(
                     f"{name}, {cell.place}: {cell.text} stands on rank {rank}, which does not run "
                     f"stage {cell.stage}.",
@@ -199,11 +204,7 @@ def _place(rows: CellRows, file: ScheduleFile) -> Placement:
     return placement
 
 
-def _owners(placement: Placement, stage: int) -> tuple[int, ...]:
-    return placement.owners(stage) if stage < placement.num_stages else ()
-
-
-Forwards = dict[tuple[int, int | None], tuple[int, Cell]]
+Forwards = dict[tuple[int, int], tuple[int, Cell]]
 
 
 def _copies(rows: CellRows, forwards: Forwards, name: str) -> tuple[tuple[int, ...], ...]:

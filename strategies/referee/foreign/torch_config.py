@@ -19,7 +19,6 @@ from strategies.errors import PlanError, ProgramError
 from strategies.plan import ScheduleFile, read_schedule_file
 from strategies.referee.foreign.their_words import Asked, Theirs, as_csv, shown, whole_number
 from strategies.referee.foreign.torch_order import NAMES, named_order, torch_rows
-from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import read_order
 
 Values = Mapping[str, object]
@@ -194,12 +193,12 @@ class _Request:
         beside = path.parent / given
         found = beside if not given.is_absolute() and beside.is_file() else given
         file = read_schedule_file(str(found), placement=asked.placement)
-        rows = parse_cells(file.text, name=file.name)
-        if len(rows) != self.pp:
+        program = read_order(file, messages=False)
+        lines = len(program.ranks)
+        if lines != self.pp:
             raise PlanError(
-                f"{name}: {self.csv} has {len(rows)} lines, and the pipeline {self.pp} ranks."
+                f"{name}: {self.csv} has {lines} lines, and the pipeline {self.pp} ranks."
             )
-        program, _ = read_order(rows, file, messages=False)
         if program.num_microbatches != self.count:
             raise PlanError(
                 f"{name}: {self.csv} has {program.num_microbatches} microbatches, and the batch "

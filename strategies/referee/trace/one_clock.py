@@ -20,7 +20,6 @@ from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.plan import ScheduleFile
 from strategies.referee.trace.kineto import RankTrace, Span
-from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import read_order
 
 
@@ -257,8 +256,7 @@ def _program(rows: Sequence[Sequence[Span]], traces: Sequence[RankTrace]) -> Pro
         for row in rows
     )
     name = "the traces' order"
-    file = ScheduleFile(name, text)
-    return read_order(parse_cells(text, name=name), file, messages=False)[0]
+    return read_order(ScheduleFile(name, text), messages=False)
 
 
 def _shifted(step: Sequence[Span], shift: float) -> dict[str, tuple[float, float]]:

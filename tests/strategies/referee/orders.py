@@ -8,7 +8,6 @@ import pytest
 
 from strategies.ir.program import Program
 from strategies.plan import ScheduleFile
-from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import read_order
 
 # Both ranks send before they receive.
@@ -35,9 +34,7 @@ RING = """\
 
 
 def order(text: str) -> Program:
-    return read_order(parse_cells(text, name="x.csv"), ScheduleFile("x.csv", text), messages=True)[
-        0
-    ]
+    return read_order(ScheduleFile("x.csv", text), messages=True)
 
 
 def torch_orders(

@@ -7,7 +7,6 @@ from strategies.plan import ScheduleFile
 from strategies.referee import SEMANTICS, examine, judge
 from strategies.referee.foreign.their_words import as_csv
 from strategies.referee.foreign.torch_order import named_order, one_f_one_b, torch_rows
-from strategies.schedules.csv_file import parse_cells
 from strategies.schedules.custom import read_order
 from tests.strategies.referee.orders import order, torch_orders
 
@@ -57,8 +56,7 @@ def test_the_exchanges_of_1f1b_run_as_groups_only(pp: int, count: int):
 
 def test_an_order_that_torch_finds_no_messages_for_is_refused():
     text = "1F0,0F0,0B0,1B0\n"
-    rows = parse_cells(text, name="x.csv")
-    program, _ = read_order(rows, ScheduleFile("x.csv", text), messages=False)
+    program = read_order(ScheduleFile("x.csv", text), messages=False)
     with pytest.raises(ProgramError, match="rank 0 at 1F0"):
         torch_rows(program)
 
