@@ -51,6 +51,7 @@ class _Values:
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self._program, self._graph = program, graph
+        self._rank_of = program.placement.rank_of
         self._recomputed = recomputed_pairs(program)
         self._sources: dict[int, list[int]] = {}
         self._targets: dict[int, list[int]] = {}
@@ -138,9 +139,6 @@ class _Values:
     def _sums(self, item: Instruction, rank: int) -> list[_Key]:
         keys = ((Value.SUM, item.stage, item.version, rank, bucket) for bucket in count())
         return list(takewhile(self._made.__contains__, keys))
-
-    def _rank_of(self, stage: int, microbatch: int) -> int:
-        return self._program.placement.rank_of(stage, microbatch)
 
     def resolved(self) -> Graph:
         """The graph with its needs.
