@@ -61,6 +61,7 @@ class _Values:
         self._made: dict[_Key, int] = {}
         self._gathered: set[tuple[int, int]] = set()  # (stage, rank)
         self._awaited: set[_Key] = set()
+        self._updates: dict[_Key, list[_Key]] = {}
         made = self._made.setdefault
         for node, (item, rank) in enumerate(zip(graph.nodes, graph.rank, strict=True)):
             for part in item.halves or (item,):
@@ -130,11 +131,14 @@ class _Values:
             yield key
 
     def _shares(self, item: Instruction, rank: int) -> list[_Key]:
-        return [
-            (Value.SHARE, item.stage, number)
-            for number in self._program.microbatches_of(item.version)
-            if self._rank_of(item.stage, number) == rank
-        ]
+        update = (item.stage, item.version, rank)
+        if update not in self._updates:  # One for all of its buckets.
+            self._updates[update] = [
+                (Value.SHARE, item.stage, number)
+                for number in self._program.microbatches_of(item.version)
+                if self._rank_of(item.stage, number) == rank
+            ]
+        return self._updates[update]
 
     def _sums(self, item: Instruction, rank: int) -> list[_Key]:
         keys = ((Value.SUM, item.stage, item.version, rank, bucket) for bucket in count())

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, product
+from operator import attrgetter
 
 from strategies.errors import ProgramError, name_ranks
 from strategies.ir.instruction import Instruction, exchanges
@@ -146,9 +147,7 @@ def _check_place(program: Program, rank: int, item: Instruction) -> None:
             raise ProgramError(
                 f"{part} on rank {rank}, but there are {count} microbatches, counted from 0."
             )
-        ranks = placement.owners(stage)
-        if number is not None and len(ranks) > 1:
-            ranks = (placement.rank_of(stage, number),)
+        ranks = placement.owners(stage) if number is None else (placement.rank_of(stage, number),)
         if rank not in ranks:
             raise ProgramError(
                 f"{part} stands on rank {rank}, but the {placement.name} placement has its stage "
@@ -222,6 +221,9 @@ def _check_updates(program: Program) -> None:
                 )
 
 
+_COLLECTIVE = attrgetter("kind", "stage", "bucket", "version")
+
+
 def _check_owners(program: Program) -> None:
     """Buckets without gaps; ranks that share stages meet on their channels in one order."""
     placement = program.placement
@@ -244,14 +246,17 @@ def _check_owners(program: Program) -> None:
     for first, second in combinations(range(len(collectives)), 2):
         shared = {*placement.stages_of(first)} & {*placement.stages_of(second)}
         here, there = (
-            [str(replace(item, after=())) for item in collectives[rank] if item.stage in shared]
-            for rank in (first, second)
+            [item for item in collectives[rank] if item.stage in shared] for rank in (first, second)
         )
-        if here != there:
+        if [*map(_COLLECTIVE, here)] != [*map(_COLLECTIVE, there)]:
+            runs, others = (
+                " ".join(str(replace(item, after=())) for item in row) or "none"
+                for row in (here, there)
+            )
             raise ProgramError(
                 f"{program.schedule}: ranks {first} and {second} hold copies of stages "
                 f"{sorted(shared)} and must meet on them in the same order, but rank {first} runs "
-                f"{' '.join(here) or 'none'}, rank {second} runs {' '.join(there) or 'none'}."
+                f"{runs}, rank {second} runs {others}."
             )
 
 
