@@ -21,8 +21,6 @@ from strategies.heartbeat import PAGE, STATE, WAITING, Heartbeat, new_page
 from strategies.ir.kinds import MESSAGE_KINDS
 from strategies.lowering.send_recv import add_messages, order_messages
 from strategies.passes.recompute.add_recompute import add_recompute
-from strategies.passes.recompute.list_clock import ListClock
-from strategies.passes.recompute.mario import apply_checkpoint
 from strategies.passes.recompute.optimal import recompute_within
 from strategies.plan import Plan, Recompute
 from strategies.planner.quick_walk import build_structure, step_time
@@ -73,7 +71,6 @@ def simulator(*, ranks: int, microbatches: int, repetitions: int) -> None:
         f"lanes.replay, zb_v pp={ranks // 2} num_microbatches={microbatches}": _lanes(
             ranks // 2, microbatches
         ),
-        f"ListClock.hoist, 1f1b {size}": _list_clock(ranks, microbatches),
         f"quick_walk, 1f1b {size}": _quick_walk(ranks, microbatches),
     }
     for what, (quick, whole) in faster.items():
@@ -97,22 +94,6 @@ def _lanes(ranks: int, microbatches: int) -> Calls:
         lambda: replay_lanes(lanes, durations, rows),
         lambda: makespan(program.with_ranks(lanes.rows(rows)), durations),
     )
-
-
-def _list_clock(ranks: int, microbatches: int) -> Calls:
-    """One instruction moved in a list, or all lists timed again."""
-    program = apply_checkpoint(compile_compute(Plan("1f1b", ranks, microbatches, costs=COSTS)))
-    table = COSTS.table(program)
-    clock = ListClock(program, table)
-    place = len(clock.rows[0]) // 3
-    node = clock.rows[ranks // 2][place]
-
-    def move() -> None:
-        changed = clock.hoist(node, place - 1)
-        if changed is not None:
-            clock.put_back(node, place, changed)
-
-    return move, lambda: ListClock(program.with_ranks(clock.lists()), table)
 
 
 def _quick_walk(ranks: int, microbatches: int) -> Calls:

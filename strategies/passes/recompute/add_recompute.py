@@ -11,19 +11,18 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
-from strategies.passes.recompute.list_clock import list_makespan
+from strategies.passes.recompute.local_search import makespan, prepose_forward
 from strategies.passes.recompute.mario import (
     apply_checkpoint,
     overlap_recompute,
-    prepose_forward,
     remove_redundancy,
 )
 from strategies.passes.recompute.optimal import (
     keep_in_turn,
     keep_what_fits,
     recompute_within,
-    weights_at_once,
 )
+from strategies.passes.recompute.starts import weights_at_once
 from strategies.plan import Recompute
 
 
@@ -198,7 +197,7 @@ def _nothing_fits(held: tuple[int | None, ...], took: str, limit: int) -> PlanEr
 
 def _took(program: Program, least: Program, table: CostTable, period: int | None) -> str:
     """What a program takes that recomputes, beside what it takes without."""
-    took, plain = (f"{list_makespan(p, table):.5g} {table.time_unit}" for p in (least, program))
+    took, plain = (f"{makespan(p, table):.5g} {table.time_unit}" for p in (least, program))
     # Without a flush a program is a stream of several steps.
     what = (
         "a step then takes" if period is None else f"{program.num_microbatches} microbatches take"

@@ -10,10 +10,10 @@ from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_compute, compile_plan
 from strategies.ir import Kind, verify
+from strategies.passes.recompute.local_search import prepose_forward
 from strategies.passes.recompute.mario import (
     apply_checkpoint,
     overlap_recompute,
-    prepose_forward,
     remove_redundancy,
 )
 from strategies.passes.updates import separate_pairs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,10 @@ from strategies.compiler import compile_compute
 from strategies.errors import PlanError
 from strategies.ir import Kind, verify
 from strategies.ir.program import bidirectional, loop, v
-from strategies.passes.recompute.optimal import keep_what_fits, sibling_orders
+from strategies.passes.recompute import optimal
+from strategies.passes.recompute.local_search import makespan
+from strategies.passes.recompute.optimal import keep_what_fits, recompute_within
+from strategies.passes.recompute.starts import sibling_orders
 from strategies.plan import Plan, Recompute, ScheduleFile
 from strategies.schedules import SCHEDULES
 from tests.strategies.passes.recompute.test_mario import bare
@@ -26,6 +31,7 @@ from tests.strategies.programs import (
 )
 
 COSTS = UniformCosts()
+LINKED = UniformCosts(p2p=0.05)
 
 
 def full(*case):
@@ -66,7 +72,7 @@ def test_the_proven_optima_of_1f1b(pp, microbatches, cap, split, wanted):
     ("pp", "microbatches", "cap", "split", "best"),
     [
         full(4, 16, 1, False, 66),
-        (4, 16, 2, False, 61),
+        (4, 16, 2, False, 60),
         full(4, 16, 3, False, 57),
         (4, 4, 2, True, 17),
         full(4, 4, 3, True, 16),
@@ -106,10 +112,10 @@ def test_other_schedules_stay_within_three_percent_of_the_best_known(schedule, c
     assert best <= found(4, 4, cap, schedule=schedule) <= 1.03 * best
 
 
-# Found by the solver below in 100 s, not proven; and what orders of other schedules gain.
+# Found by the solver below in 100 s, not proven; and what the search finds.
 @pytest.mark.parametrize(
     ("schedule", "cap", "best", "wanted"),
-    [full("zb_v", 2, 28.0, 29.0), full("zb_v", 3, 25.5, 26.5), ("hanayo", 2, 32.0, 32.5)],
+    [full("zb_v", 2, 28.0, 29.0), full("zb_v", 3, 25.5, 26.5), ("hanayo", 2, 32.0, 33.0)],
 )
 def test_ranks_with_two_stages_come_close_to_what_a_solver_finds(schedule, cap, best, wanted):
     assert best <= found(4, 8, cap, schedule=schedule) <= wanted
@@ -247,15 +253,15 @@ def test_a_split_backward_holds_until_its_w():
     assert texts(keep_what_fits(tight, (1,))) == ["0F0 0F1 0I0 0W0 0R1 0I1 0W1"]
 
 
-def siblings(schedule, pp=4, microbatches=8, *, every=True, **options):
+def siblings(schedule, pp=4, microbatches=8, **options):
     program = compile_compute(Plan(schedule, pp, microbatches, **options))
-    return program, sibling_orders(program, every=every)
+    return program, sibling_orders(program)
 
 
 @pytest.mark.parametrize(
     ("schedule", "count"),
-    [("zb_v", 2), ("interleaved_1f1b", 2), ("1f1b", 2), ("zb_h1", 1), ("hanayo", 0),
-     ("chimera", 0)],
+    [("zb_v", 2), ("interleaved_1f1b", 3), ("1f1b", 2), ("zb_h1", 1), ("hanayo", 0),
+     ("chimera", 0), ("dualpipe", 0)],
 )  # fmt: skip
 def test_they_run_the_same_instructions_on_the_same_ranks(schedule, count):
     program, found = siblings(schedule)
@@ -275,6 +281,33 @@ def test_a_split_program_has_split_siblings_only():
     assert all(item.kind.name in "FIW" for row in found[0].ranks for item in row)
 
 
-def test_of_long_programs_the_leanest_alone_is_asked():
-    assert len(siblings("zb_v", every=False)[1]) == 1
-    assert siblings("1f1b", every=False)[1] == []
+def fails(shape):
+    raise KeyError(shape.pp)
+
+
+def test_a_registered_schedule_is_a_sibling_and_one_that_cannot_serve_is_none(monkeypatch):
+    program, others = siblings("1f1b", 2, 3)
+    backwards = written("0F0 0F1 0F2 0B2 0B1 0B0\n1F0 1F1 1F2 1B2 1B1 1B0", num_microbatches=3)
+    for name, order in {
+        "newest_first": lambda shape: backwards.ranks,
+        "stuck": lambda shape: tuple(row[::-1] for row in backwards.ranks),
+        "nothing": lambda shape: None,
+        "fails": fails,
+    }.items():
+        monkeypatch.setitem(SCHEDULES, name, replace(SCHEDULES["1f1b"], name=name, order=order))
+    assert sibling_orders(program) == [*others, program.with_ranks(backwards.ranks)]
+
+
+def test_one_order_more_never_makes_the_step_longer(monkeypatch):
+    """Where what is fastest at first, a sibling, is not what the search makes fastest."""
+    program = compile_compute(Plan("zb_v", 4, 4, costs=LINKED))
+    table, others = LINKED.table(program), sibling_orders(program)
+
+    def step(orders):
+        monkeypatch.setattr(optimal, "sibling_orders", lambda program: orders)
+        return makespan(recompute_within(program, table, (6,) * 4), table)
+
+    alone = step([])
+    assert len(others) == 2
+    assert step(others) <= min(step(others[:1]), step(others[1:]))
+    assert max(step(others[:1]), step(others[1:])) <= alone
