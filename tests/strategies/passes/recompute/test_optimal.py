@@ -311,3 +311,27 @@ def test_one_order_more_never_makes_the_step_longer(monkeypatch):
     assert len(others) == 2
     assert step(others) <= min(step(others[:1]), step(others[1:]))
     assert max(step(others[:1]), step(others[1:])) <= alone
+
+
+# Step time over the step without recomputation, in percent: what is found, and one more.
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "cap", "most"),
+    [
+        full("1f1b", 4, 16, 1, 16.1),
+        full("1f1b", 4, 16, 2, 6.5),
+        full("1f1b", 8, 32, 1, 19.4),
+        ("1f1b", 8, 32, 4, 5.0),
+        full("zb_h1", 4, 16, 1, 27.2),
+        full("zb_h1", 4, 16, 2, 14.0),
+        ("zb_v", 4, 16, 1, 28.8),
+        full("zb_v", 4, 16, 2, 14.2),
+        full("v_half", 4, 16, 1, 23.5),
+        full("v_half", 4, 16, 2, 9.5),
+    ],
+)
+def test_a_cap_lengthens_the_step_by_no_more_than_this(schedule, pp, microbatches, cap, most):
+    plain = compile_compute(Plan(schedule, pp, microbatches, costs=LINKED))
+    table = LINKED.table(plain)
+    room = (round(cap * plain.placement.stages_per_microbatch),) * pp
+    found = recompute_within(plain, table, room)
+    assert 100 * (makespan(found, table) / makespan(plain, table) - 1) <= most
