@@ -41,6 +41,8 @@ MEANT_KEYS = {
     "model.type model.size model.preset model.architecture": "model=llama2_7b, one of --help's",
     "data.batch": "data.microbatch_size=2",
     "planner.schedule planner.schedules": "schedule=1f1b, which pins it for the planner, too",
+    # Ours once.
+    "planner.partition": "planner.balance_ratio=1.2 for the fewest bytes, or without it",
     "cluster.host cluster.hosts cluster.hostfile cluster.ssh":
         "cluster=slurm, or cluster=torchrun, which is started on each host",
     "tracking.notes tracking.note": "user.note=TEXT, which trackers get, too",

@@ -153,6 +153,8 @@ MISTAKES = [
     ("-o x", "Try hydra.run.dir=FOLDER.", "hydra.run.dir=x"),
     ("tracker=wandb", "Try tracking=wandb.", "tracking=wandb"),
     ("planner.schedules=[gpipe]", "Try schedule=1f1b, which pins it", "mode=plan schedule=1f1b"),
+    ("planner.partition=ilp", "Try planner.balance_ratio=1.2 for the fewest bytes",
+     "mode=plan planner.balance_ratio=1.2"),
     ("cluster.queue=gpu", "Try cluster=slurm cluster.partition=gpu.", None),
     # Words for nothing and for everything, and numbers as they are written on paper.
     ("trainer.max_steps=unlimited", "Try trainer.max_steps=-1 trainer.max_epochs=1.",
