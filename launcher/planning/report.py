@@ -29,10 +29,13 @@ from strategies.plan import NUM_PASSES, OVERLAPS, POLICIES, Recompute
 from strategies.planner.cut import balance, ranges
 from strategies.planner.layout_search import Answer
 from strategies.planner.outcome import (
-    Evaluator,
     Outcome,
+    full_memory,
+    lists_plan,
     needs_program,
     program_step,
+    structure,
+    times,
 )
 from strategies.planner.problem import Candidate
 from strategies.planner.quick_walk import idle_share
@@ -122,13 +125,12 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
     candidate, group = outcome.candidate, outcome.group
     batch = asked.space.global_batch_size
     memory_gb = asked.problem.machine.hardware.memory_gb
-    evaluator = Evaluator(asked.problem.machine.waits_at_flush, found=asked.problem.found)
     makespan = period = outcome.step_time_s
     exposed = idle = 0.0
     if not needs_program(group, candidate.order):
-        times = evaluator.times(group, candidate.order)
-        makespan, period, exposed = times.makespan, times.period, times.exposed
-        idle = idle_share(evaluator.structure(group, candidate.order), group.table, makespan)
+        makespan, period, exposed = times(asked.problem, group, candidate.order)
+        walked = structure(asked.problem, lists_plan(group, candidate.order))
+        idle = idle_share(walked, group.table, makespan)
     step = outcome.step_time_s
     flops, tokens = (
         sum(unit.forward_flops for unit in model_units(asked.shape)),
@@ -227,8 +229,7 @@ def long_mapping(asked: Question, plan: ListedPlan) -> dict[str, object]:
     """What result.json has of a first plan that is not compiled; what is not known is null."""
     outcome = plan.outcome
     layout, order = outcome.candidate.layout, outcome.candidate.order
-    evaluator = Evaluator(asked.problem.machine.waits_at_flush, found=asked.problem.found)
-    memory = evaluator.full_memory(outcome.group, order)
+    memory = full_memory(asked.problem, outcome.group, order)
     known = asked_mapping(plan.config, outcome.plan, layout.dp, order.group, memory=memory)
     return known | {
         "makespan": plan.makespan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from strategies.costs.analytic import AnalyticCosts
@@ -10,7 +10,15 @@ from strategies.costs.table import CostTable
 from strategies.ir.program import Placement
 from strategies.plan import Overlap, Recompute
 from strategies.planner.cut import Room, cut_chain, even_ranks
-from strategies.planner.problem import Candidate, Layout, Order, PlannedCosts, Problem
+from strategies.planner.problem import (
+    Candidate,
+    Layout,
+    Order,
+    PlannedCosts,
+    Problem,
+    draft,
+    memo,
+)
 from strategies.planner.space import Space, orders
 from strategies.planner.step_bound import Rules, any_cut_bound, least_again, step_bound
 from strategies.schedules import find_schedule
@@ -19,6 +27,8 @@ from strategies.schedules import find_schedule
 @dataclass(frozen=True, slots=True)
 class Group:
     """Candidates of one layout that differ in their schedules only.
+
+    Of one problem, what is compared decides all the rest.
 
     Attributes:
         overlap: When gradients are reduced.
@@ -35,12 +45,12 @@ class Group:
     recompute: Recompute
     split_backward: bool
     units: tuple[int, ...]
-    orders: tuple[Order, ...]
-    costs: PlannedCosts
-    table: CostTable
-    buckets: tuple[int, ...]
-    bound: float
-    least_bytes: int
+    orders: tuple[Order, ...] = field(compare=False)
+    costs: PlannedCosts = field(compare=False)
+    table: CostTable = field(compare=False)
+    buckets: tuple[int, ...] = field(compare=False)
+    bound: float = field(compare=False)
+    least_bytes: int = field(compare=False)
 
     def candidate(self, order: Order) -> Candidate:
         return Candidate(self.layout, order, self.overlap, self.units, self.recompute)
@@ -67,6 +77,7 @@ class Sketch:
     bound: float
 
 
+@memo
 def sketches(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Sketch]:
     """All candidates of a layout."""
     found = []
@@ -96,7 +107,7 @@ def _compute_bound(
     problem: Problem, layout: Layout, placement: Placement, units: tuple[int, ...],
     recompute: Recompute, rules: Rules,
 ) -> float:  # fmt: skip
-    costs = _costs(problem, layout, units, selective=recompute.inside)
+    costs = _costs(problem, layout, units, recompute.inside)
     if not isinstance(costs, AnalyticCosts):
         return 0.0
     table = costs.compute_alone()
@@ -116,6 +127,7 @@ def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute)
     return [group for sketch in drawn for group in groups_of(problem, space, sketch)]
 
 
+@memo
 def groups_of(problem: Problem, space: Space, sketch: Sketch) -> list[Group]:
     """One for each time at which gradients may be reduced; none where no cut leaves room."""
     found: list[Group] = []
@@ -168,22 +180,32 @@ def _figures(
     selective: bool,
 ) -> tuple[PlannedCosts, CostTable, tuple[int, ...]]:
     """Costs, durations and buckets of a cut, which all policies share that rerun whole stages."""
-    costs = _costs(problem, layout, units, selective=selective)
-    tables, zero1 = problem.found.tables, overlap == "zero1"
-    cut = (layout, units, selective, placement)
-    if (*cut, zero1) not in tables:
-        other = tables.get((*cut, not zero1))
-        tables[*cut, zero1] = problem.table(costs, placement, zero1=zero1, other=other)
-    return costs, *tables[*cut, zero1]
+    costs = _costs(problem, layout, units, selective)
+    return costs, *_table(problem, layout, placement, units, overlap == "zero1", selective)
 
 
+@memo
 def _costs(
-    problem: Problem, layout: Layout, units: tuple[int, ...], *, selective: bool
+    problem: Problem, layout: Layout, units: tuple[int, ...], selective: bool
 ) -> PlannedCosts:
-    made, cut = problem.found.costs, (layout, units, selective)
-    if cut not in made:
-        made[cut] = problem.costs(layout, units, selective=selective)
-    return made[cut]
+    return problem.costs(layout, units, selective=selective)
+
+
+@memo
+def _table(
+    problem: Problem, layout: Layout, placement: Placement, units: tuple[int, ...], zero1: bool,
+    selective: bool,
+) -> tuple[CostTable, tuple[int, ...]]:  # fmt: skip
+    """Of a program that has no reductions yet, and its buckets."""
+    costs, program = _costs(problem, layout, units, selective), draft(placement)
+    if not zero1:
+        buckets = problem.buckets(costs, placement)
+        return costs.table_for(program, buckets, frozenset()), buckets
+    table, buckets = _table(problem, layout, placement, units, False, selective)
+    shared = frozenset(stage for stage, n in enumerate(buckets) if n)
+    if isinstance(costs, AnalyticCosts):
+        return costs.shared_out(table, program, buckets, shared), buckets
+    return costs.table_for(program, buckets, shared), buckets
 
 
 def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
@@ -200,15 +222,34 @@ def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
 def _fastest_cut(
     problem: Problem, space: Space, layout: Layout, placement: Placement, recompute: Recompute
 ) -> tuple[int, ...]:
+    """Of one sequence's times; larger microbatches only scale them."""
     if space.units is not None:
         return space.units
-    owner, selective = placement.copies[0], recompute.inside
-    key = (layout.tp, layout.ep, selective, owner)
-    if key not in problem.found.fastest_cuts:
-        problem.found.fastest_cuts[key] = _fastest(
-            problem, space, layout, owner, shared=_shared(placement), selective=selective
-        )
-    return problem.found.fastest_cuts[key]
+    single = replace(layout.of_units, microbatch_size=problem.least_size)
+    owner, ratio = placement.copies[0], space.balance_ratio
+    if ratio is None and _shared(placement):
+        return _even(problem, single, owner, recompute.inside)
+    return _balanced(problem, single, len(owner), ratio, recompute.inside)
+
+
+@memo
+def _balanced(
+    problem: Problem, layout: Layout, num_stages: int, ratio: float | None, selective: bool
+) -> tuple[int, ...]:
+    times = _times(problem.unit_table(layout, selective=selective))
+    sent = [float(load.output_elements) for load in problem.units(layout)]
+    alike = problem.graph is None and ratio is None
+    cut = cut_chain(times, num_stages, sent=None if alike else sent, balance_ratio=ratio or 0.0)
+    assert cut is not None  # orders() lists no more stages than units
+    return cut
+
+
+@memo
+def _even(
+    problem: Problem, layout: Layout, owner: tuple[int, ...], selective: bool
+) -> tuple[int, ...]:
+    times = _times(problem.unit_table(layout, selective=selective))
+    return even_ranks(_balanced(problem, layout, len(owner), None, selective), times, owner)
 
 
 def _shared(placement: Placement) -> bool:
@@ -277,29 +318,6 @@ def cut_again(
         bound=step_bound(placement, table, rules, ()),
         least_bytes=_least_bytes(layout, placement, table, group.recompute),
     )  # fmt: skip
-
-
-def _fastest(
-    problem: Problem,
-    space: Space,
-    layout: Layout,
-    owner: tuple[int, ...],
-    *,
-    shared: bool,
-    selective: bool,
-) -> tuple[int, ...]:
-    """The cut of one sequence's times; larger microbatches only scale them."""
-    single = replace(layout, microbatch_size=problem.least_size)
-    times = _times(problem.unit_table(single, selective=selective))
-    sent = [float(load.output_elements) for load in problem.units(single)]
-    ratio = space.balance_ratio
-    plain, key = problem.found.plain_cuts, (layout.tp, layout.ep, selective, len(owner))
-    if key not in plain:
-        alike = problem.graph is None and ratio is None
-        cut = cut_chain(times, len(owner), sent=None if alike else sent, balance_ratio=ratio or 0.0)
-        assert cut is not None  # orders() lists no more stages than units
-        plain[key] = cut
-    return even_ranks(plain[key], times, owner) if shared and ratio is None else plain[key]
 
 
 def _times(table: CostTable) -> list[float]:

@@ -13,26 +13,37 @@ have their messages. Only those fast enough to be listed get them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
 
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.group import Group, Sketch, expected_bytes, groups_of, sketches, under
-from strategies.planner.outcome import Evaluator, Outcome, Refusal, program_of
+from strategies.planner.outcome import (
+    Outcome,
+    Refusal,
+    evaluate,
+    full_memory,
+    is_near,
+    is_short,
+    least_bytes,
+    least_time,
+    needed_bytes,
+    program_of,
+)
 from strategies.planner.problem import Candidate, Layout, Order, Problem
 from strategies.planner.space import LEANER, Space, degrees, expert_degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
 
 _SHORT = 4096  # Instructions of what is compiled in a fraction of a second.
 
-# Bounds and times are sums of the same figures in another order: closer is equal.
-_SAME = 1e-9
+SAME = 1e-9
+"""Bounds and times are sums of the same figures in another order: closer is equal."""
 
 
 @dataclass(slots=True)
@@ -86,21 +97,6 @@ class Answer:
     plain: Outcome | None = None
 
 
-class _Open(NamedTuple):
-    """A layout that has not been cut, and how many candidates it has."""
-
-    layout: Layout
-    recompute: Recompute
-    number: int
-
-
-class _Made(NamedTuple):
-    """One order of a group, by itself."""
-
-    group: Group
-    order: Order
-
-
 def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:
     """Layouts, of which only a lower bound is known, come last."""
     return isinstance(what, Layout), needed
@@ -124,7 +120,7 @@ def _fitting(problem: Problem, space: Space, top_k: int) -> Answer:
     """
     refused: dict[Candidate, int] = {}
     while True:
-        answer = _search(problem, space, top_k, refused)
+        answer = _Search(problem, space, top_k, refused).run()
         plans = tuple(replace(p, rank_bytes=full_bytes(problem, p)) for p in answer.plans)
         too_large = [p for p in plans if p.peak_bytes > problem.machine.memory_bytes]
         if not too_large:
@@ -132,85 +128,140 @@ def _fitting(problem: Problem, space: Space, top_k: int) -> Answer:
         refused |= {plan.candidate: plan.peak_bytes for plan in too_large}
 
 
-def _search(problem: Problem, space: Space, top_k: int, refused: Mapping[Candidate, int]) -> Answer:
-    rejected = Rejected()
-    evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
-    number = count()
-    queue: list[tuple[float, int, _Open | Sketch | Group | _Made]] = []
-    num_candidates = 0
-    for layout in _layouts(problem, space, rejected):
-        for recompute in space.recomputes:
-            size = len(orders(space, problem, layout, recompute)) * len(space.overlaps(layout))
-            if not size:
-                continue
-            num_candidates += size
-            ideal = ideal_time(problem, layout, recompute)
-            heappush(queue, (ideal, next(number), _Open(layout, recompute, size)))
-    found: list[Outcome] = []
-    worst = float("inf")
-    while queue and queue[0][0] <= worst * (1 + _SAME):
-        least, _, item = heappop(queue)
-        if isinstance(item, _Open):
-            needed = _least_bytes(problem, space, item.layout, item.recompute)
-            if needed > problem.machine.memory_bytes:
-                rejected.too_large(needed, item.layout, item.number)
-                continue
-            for sketch in _sketches(problem, space, item.layout, item.recompute):
-                heappush(queue, (max(least, sketch.bound), next(number), sketch))
-            continue
-        if isinstance(item, Sketch):
-            for group in _groups(problem, space, item):
-                if group.least_bytes > problem.machine.memory_bytes:
-                    rejected.too_large(group.least_bytes, group.layout, len(group.orders))
-                else:
-                    heappush(queue, (group.bound, next(number), group))
-            continue
-        if isinstance(item, Group):
-            for order in item.orders:
-                bound = max(item.bound, evaluator.least_time(item, order))
-                heappush(queue, (bound, next(number), _Made(item, order)))
-            continue
-        outcome = _try(*item, evaluator, problem, space, rejected, worst)
+class _Search:
+    """One search; what waits in its queue is a bound, and what is done when it comes first."""
+
+    def __init__(
+        self, problem: Problem, space: Space, top_k: int, refused: Mapping[Candidate, int]
+    ) -> None:
+        self.problem = problem
+        self.space = space
+        self.top_k = top_k
+        self.refused = refused
+        self.limit = problem.machine.memory_bytes
+        self.rejected = Rejected()
+        self.found: list[Outcome] = []
+        self.worst = float("inf")  # time of the last that is listed
+        self.num_simulated = 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = count()
+
+    def run(self) -> Answer:
+        problem, space, rejected = self.problem, self.space, self.rejected
+        num_candidates = 0
+        for layout in _layouts(problem, space, rejected):
+            for recompute in space.recomputes:
+                size = len(orders(space, problem, layout, recompute)) * len(space.overlaps(layout))
+                if size:
+                    num_candidates += size
+                    bound = ideal_time(problem, layout, recompute)
+                    self._push(bound, partial(self._cut, layout, recompute, size, bound))
+        while self._queue and not self._is_slow(self._queue[0][0]):
+            heappop(self._queue)[2]()
+        listed = min(self.top_k, len(self.found))
+        others = num_candidates - rejected.memory - rejected.dominated - listed
+        rejected.slower = max(0, others)
+        best = tuple(self.found[: self.top_k])
+        return Answer(best, rejected, num_candidates, self.num_simulated, search_s=0.0)
+
+    def _push(self, bound: float, step: Callable[[], None]) -> None:
+        heappush(self._queue, (bound, next(self._number), step))
+
+    def _is_slow(self, step_time_s: float) -> bool:
+        return step_time_s > self.worst * (1 + SAME)
+
+    def _cut(self, layout: Layout, recompute: Recompute, number: int, bound: float) -> None:
+        """``number``: of its candidates."""
+        needed = _least_bytes(self.problem, self.space, layout, recompute)
+        if needed > self.limit:
+            self.rejected.too_large(needed, layout, number)
+            return
+        for sketch in sketches(self.problem, self.space, layout, recompute):
+            self._push(max(bound, sketch.bound), partial(self._cost, sketch))
+
+    def _cost(self, sketch: Sketch) -> None:
+        for group in groups_of(self.problem, self.space, sketch):
+            if group.least_bytes > self.limit:
+                self.rejected.too_large(group.least_bytes, group.layout, len(group.orders))
+            else:
+                self._push(group.bound, partial(self._split, group))
+
+    def _split(self, group: Group) -> None:
+        """By orders."""
+        for order in group.orders:
+            bound = max(group.bound, least_time(self.problem, group, order))
+            self._push(bound, partial(self._try, group, order))
+
+    def _try(self, group: Group, order: Order) -> None:
+        outcome = self._fast_and_fitting(group, order)
         if outcome is None:
-            continue
-        if outcome.candidate in refused:
-            rejected.too_large(refused[outcome.candidate], outcome.candidate)
-            continue
-        found.append(outcome)
-        found.sort(key=rank_key)
-        if len(found) >= top_k:
-            worst = found[top_k - 1].step_time_s
-    rejected.slower = max(
-        0, num_candidates - rejected.memory - rejected.dominated - min(top_k, len(found))
-    )
-    best = tuple(found[:top_k])
-    return Answer(best, rejected, num_candidates, evaluator.num_simulated, search_s=0.0)
+            return
+        if outcome.candidate in self.refused:
+            self.rejected.too_large(self.refused[outcome.candidate], outcome.candidate)
+            return
+        self.found.append(outcome)
+        self.found.sort(key=rank_key)
+        if len(self.found) >= self.top_k:
+            self.worst = self.found[self.top_k - 1].step_time_s
+
+    def _fast_and_fitting(self, group: Group, order: Order) -> Outcome | None:
+        """A candidate that fits, may be listed and has no leaner one, cheap questions first."""
+        problem, rejected, limit = self.problem, self.rejected, self.limit
+        early: list[tuple[Group, Order]] = []
+        late: list[tuple[Group, Order]] = []
+        for other, same in leaner_than(group, order, self.space, problem):
+            # Their lists are searched for, which takes longer than to time these.
+            searched = other.recompute.policy == "mario" != group.recompute.policy
+            (late if searched else early).append((other, same))
+        if any(self._fits(*each) for each in early):
+            rejected.dominated += 1
+            return None
+        expected = expected_bytes(group, order, self.space) or 0
+        if self.space.recompute is None:
+            expected = max(expected, least_bytes(problem, group, order))
+        if expected > limit:
+            rejected.too_large(expected, group.layout)
+            return None
+        outcome = None
+        try:
+            if is_near(problem, group, order, limit) and is_short(problem, group, order):
+                outcome = self._evaluate(group, order)
+                if self._is_slow(outcome.step_time_s):
+                    return None
+            needed = needed_bytes(problem, group, order, limit)
+        except PlanError:  # recompute=optimal: no order keeps to the memory.
+            rejected.too_large(limit + 1, group.layout)
+            return None
+        if needed > limit:
+            rejected.too_large(needed, group.candidate(order))
+            return None
+        outcome = outcome or self._evaluate(group, order)
+        if self._is_slow(outcome.step_time_s):
+            return None
+        if any(self._fits(*each) for each in late):
+            rejected.dominated += 1
+            return None
+        return outcome
+
+    def _evaluate(self, group: Group, order: Order) -> Outcome:
+        self.num_simulated += 1
+        return evaluate(self.problem, group, order)
+
+    def _fits(self, group: Group, order: Order) -> bool:
+        expected = expected_bytes(group, order, self.space) or 0
+        if max(expected, least_bytes(self.problem, group, order)) > self.limit:
+            return False
+        return needed_bytes(self.problem, group, order, self.limit) <= self.limit
 
 
 def full_bytes(problem: Problem, outcome: Outcome) -> tuple[int, ...]:
     """All that each rank holds at its worst moment; of a program that is not long its own."""
     layout, order = outcome.candidate.layout, outcome.candidate.order
     if 2 * layout.pp * layout.num_microbatches * order.stages_per_rank > _SHORT:
-        evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
-        return tuple(held.total for held in evaluator.full_memory(outcome.group, order))
+        return tuple(held.total for held in full_memory(problem, outcome.group, order))
     program = program_of(outcome.group, order)
     held = peak_memory_bytes(program, outcome.group.costs.table(program))
     return tuple(value for value in held if value is not None)
-
-
-def _sketches(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Sketch]:
-    """Made once, as groups are: a search for more plans begins with those of the one before."""
-    known, key = problem.found.sketches, (space, layout, recompute)
-    if key not in known:
-        known[key] = sketches(problem, space, layout, recompute)
-    return known[key]
-
-
-def _groups(problem: Problem, space: Space, sketch: Sketch) -> list[Group]:
-    known, key = problem.found.groups, (space, sketch)
-    if key not in known:
-        known[key] = groups_of(problem, space, sketch)
-    return known[key]
 
 
 def rank_key(outcome: Outcome) -> tuple[object, ...]:
@@ -251,63 +302,6 @@ def leaner_than(
     # Up to P microbatches foldx_fifo runs all forwards first, and is another order.
     if order.schedule != "foldx_fifo" or group.layout.num_microbatches > group.layout.pp:
         yield group, replace(order, schedule=faster)
-
-
-def _try(
-    group: Group,
-    order: Order,
-    evaluator: Evaluator,
-    problem: Problem,
-    space: Space,
-    rejected: Rejected,
-    worst: float,
-) -> Outcome | None:
-    """A candidate that fits and has no leaner one, cheap questions first.
-
-    None, too, where it is slower than the ``worst`` that is listed, and that was sooner to be had.
-    """
-    limit = problem.machine.memory_bytes
-    early: list[tuple[Group, Order]] = []
-    late: list[tuple[Group, Order]] = []
-    for other, same in leaner_than(group, order, space, problem):
-        # Their lists are searched for, which takes longer than to time these.
-        searched = other.recompute.policy == "mario" != group.recompute.policy
-        (late if searched else early).append((other, same))
-    if any(_fits(*each, evaluator, space, limit) for each in early):
-        rejected.dominated += 1
-        return None
-    expected = expected_bytes(group, order, space) or 0
-    if space.recompute is None:
-        expected = max(expected, evaluator.least_bytes(group, order))
-    if expected > limit:
-        rejected.too_large(expected, group.layout)
-        return None
-    outcome = None
-    try:
-        if evaluator.is_near(group, order, limit) and evaluator.is_short(group, order):
-            outcome = evaluator.outcome(group, order)
-            if outcome.step_time_s > worst * (1 + _SAME):
-                return None
-        needed = evaluator.needed_bytes(group, order, limit)
-    except PlanError:  # recompute=optimal: no order keeps to the memory.
-        rejected.too_large(limit + 1, group.layout)
-        return None
-    if needed > limit:
-        rejected.too_large(needed, group.candidate(order))
-        return None
-    outcome = outcome or evaluator.outcome(group, order)
-    if outcome.step_time_s > worst * (1 + _SAME):
-        return None
-    if any(_fits(*each, evaluator, space, limit) for each in late):
-        rejected.dominated += 1
-        return None
-    return outcome
-
-
-def _fits(group: Group, order: Order, evaluator: Evaluator, space: Space, limit: int) -> bool:
-    if max(expected_bytes(group, order, space) or 0, evaluator.least_bytes(group, order)) > limit:
-        return False
-    return evaluator.needed_bytes(group, order, limit) <= limit
 
 
 def _layouts(problem: Problem, space: Space, rejected: Rejected) -> Iterator[Layout]:

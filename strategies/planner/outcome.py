@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from strategies.analysis.late_verdict import agreed
@@ -22,7 +23,7 @@ from strategies.planner.holdings import (
     rebuilt_pairs,
     shortened,
 )
-from strategies.planner.problem import Candidate, Found, Layout, Order
+from strategies.planner.problem import Candidate, Layout, Order, Problem, memo
 from strategies.planner.quick_walk import StepTime, Structure, flatten, lists_of, step_time
 from strategies.planner.step_bound import Rules, step_bound
 from strategies.schedules import find_schedule
@@ -78,182 +79,184 @@ class Refusal:
     exact: bool = True
 
 
-@dataclass
-class Evaluator:
-    """Simulates candidates; orders that do not depend on costs are walked once."""
+# --------------------------------------------------------------------------------------- evaluation
+# Of one candidate of a problem; what is asked for twice is computed once.
 
-    waits_at_flush: bool  # Whether the makespan counts, else the period.
-    num_simulated: int = 0
-    found: Found = field(default_factory=Found)
 
-    def rank_bytes(self, group: Group, order: Order) -> tuple[int, ...]:
-        """State and activations."""
-        if needs_program(group, order):
-            return _known(program_of(group, order), group)
-        return rank_bytes(self.holdings(group, order), group.table)
+def evaluate(problem: Problem, group: Group, order: Order) -> Outcome:
+    """Its time, state and activations."""
+    waits = problem.machine.waits_at_flush
+    if needs_program(group, order):
+        program = program_of(group, order)
+        time = program_step(program, group.costs, waits=waits)
+        held = _known(program, group)
+    else:
+        known = times(problem, group, order)
+        time = known.makespan if waits else known.period
+        held = rank_bytes(_holdings(problem, _few(group, order)), group.table)
+    plan = plan_of(group, order)
+    return Outcome(group.candidate(order), plan, time, held, group.bound, group)
 
-    def needed_bytes(self, group: Group, order: Order, limit: int) -> int:
-        """What the worst rank needs, messages and temporaries included.
 
-        Exact where it is close to the limit, else on the same side of it.
+@memo
+def times(problem: Problem, group: Group, order: Order) -> StepTime:
+    """Of a candidate that needs no program."""
+    found = structure(problem, lists_plan(group, order))
+    return step_time(found, group.table, overlap=group.overlap != "none")
 
-        Raises:
-            PlanError: recompute=optimal finds no order.
-        """
-        key = (self._candidate(group, order), limit)
-        if key not in self.found.needed:
-            self.found.needed[key] = self._needed_bytes(group, order, limit)
-        return self.found.needed[key]
 
-    def least_bytes(self, group: Group, order: Order) -> int:
-        """No more than the worst rank needs; 0 where nothing is known before its lists are made.
+@memo
+def needed_bytes(problem: Problem, group: Group, order: Order, limit: int) -> int:
+    """What the worst rank needs, messages and temporaries included.
 
-        Of ``mario`` what ``full`` holds. Its passes move forwards only to the front and keep the
-        order of backwards: before each backward at least as many forwards have run, and each has
-        left its input at least.
-        """
-        memory = group.table.memory
-        known = memory is not None and not needs_program(group, order)
-        if group.recompute.policy != "mario" or not known:
-            return 0
-        assert memory is not None
-        if any(map(int.__gt__, memory.inputs, memory.activations)):
-            return 0
-        full = replace(group, recompute=Recompute("full"))
-        return max(low for low, _ in bytes_between(self.holdings(full, order), memory))
+    Exact where it is close to the limit, else on the same side of it.
 
-    def least_time(self, group: Group, order: Order) -> float:
-        """No more than a step takes, where the order says more than its group's bound; else 0.
+    Raises:
+        PlanError: recompute=optimal finds no order.
+    """
+    if group.table.memory is None or needs_program(group, order):
+        return max(held.total for held in full_memory(problem, group, order))
+    bounds = _bytes_between(problem, group, order)
+    least = max(low for low, _ in bounds)
+    if least > limit:
+        return least
+    near = [rank for rank, (_, high) in enumerate(bounds) if high > limit]
+    if not near:
+        return max(high for _, high in bounds)
+    return max(held.total for held in _walked_memory(problem, group, order, near))
 
-        Of ``mario``: an R goes only where its F comes to stand right before it. Its passes move
-        nothing but forwards, to the front, so what stands between the two and is no forward stays.
-        """
-        if group.recompute.policy != "mario" or needs_program(group, order):
-            return 0.0
-        if find_schedule(order.schedule).cost_aware:
-            return 0.0  # The order itself is searched for.
-        plain = replace(group, recompute=NO_RECOMPUTE)
-        plan = plan_of(plain, order)
-        key = _key(plain, order, plan)
-        if key not in self.found.rebuilt:
-            self.found.rebuilt[key] = rebuilt_pairs(self._lists(plain, order, plan))
-        took = group.table.recompute
-        again = [
-            sum(number * took[stage] for stage, number in pairs.items())
-            for pairs in self.found.rebuilt[key]
-        ]
-        splits = find_schedule(order.schedule).splits_backward or group.split_backward
-        rules = Rules(plan.num_microbatches, splits, False, self.waits_at_flush)
-        return step_bound(group.placement, group.table, rules, again)
 
-    def is_near(self, group: Group, order: Order, limit: int) -> bool:
-        """Whether only lists with messages say if it fits."""
-        bounds = self._bytes_between(group, order)
-        return max(low for low, _ in bounds) <= limit < max(high for _, high in bounds)
+@memo
+def full_memory(problem: Problem, group: Group, order: Order) -> tuple[RankMemory, ...]:
+    """What each rank holds at its worst moment, messages and temporaries included.
 
-    def is_short(self, group: Group, order: Order) -> bool:
-        """Whether its time is known as soon as what it needs."""
-        if needs_program(group, order):
-            return False
-        plan = plan_of(group, order)
-        short = shortened(plan).num_microbatches == plan.num_microbatches
-        return short or _key(group, order, plan) in self.found.structures
+    Raises:
+        PlanError: recompute=optimal finds no order.
+    """
+    if not needs_program(group, order):
+        return _walked_memory(problem, group, order)
+    program = program_of(group, order)
+    found = peak_memory(program, group.costs.table(program))
+    assert found is not None
+    return found
 
-    def _bytes_between(self, group: Group, order: Order) -> list[tuple[int, int]]:
-        memory = group.table.memory
-        if memory is None or needs_program(group, order):
-            return [(0, 0)]
-        known, key = self.found.between, self._candidate(group, order)
-        if key not in known:
-            known[key] = bytes_between(self.holdings(group, order), memory)
-        return known[key]
 
-    def _needed_bytes(self, group: Group, order: Order, limit: int) -> int:
-        if group.table.memory is None or needs_program(group, order):
-            return max(held.total for held in self.full_memory(group, order))
-        bounds = self._bytes_between(group, order)
-        least = max(low for low, _ in bounds)
-        if least > limit:
-            return least
-        near = [rank for rank, (_, high) in enumerate(bounds) if high > limit]
-        if not near:
-            return max(high for _, high in bounds)
-        plan = shortened(plan_of(group, order))
-        structure = self._structure(group, order, plan)
-        lists = self._lists(group, order, plan)
-        return max(held.total for held in rank_memory(plan, group.table, near, lists, structure))
+def _walked_memory(
+    problem: Problem, group: Group, order: Order, ranks: Collection[int] | None = None
+) -> tuple[RankMemory, ...]:
+    plan = _few(group, order)
+    return rank_memory(plan, group.table, ranks, _lists(problem, plan), structure(problem, plan))
 
-    def full_memory(self, group: Group, order: Order) -> tuple[RankMemory, ...]:
-        """What each rank holds at its worst moment, messages and temporaries included.
 
-        Raises:
-            PlanError: recompute=optimal finds no order.
-        """
-        key = self._candidate(group, order)
-        if key not in self.found.memory:
-            if needs_program(group, order):
-                program = program_of(group, order)
-                found = peak_memory(program, group.costs.table(program))
-                assert found is not None
-            else:
-                plan = shortened(plan_of(group, order))
-                lists = self._lists(group, order, plan)
-                structure = self._structure(group, order, plan)
-                found = rank_memory(plan, group.table, None, lists, structure)
-            self.found.memory[key] = found
-        return self.found.memory[key]
+def least_bytes(problem: Problem, group: Group, order: Order) -> int:
+    """No more than the worst rank needs; 0 where nothing is known before its lists are made.
 
-    def _candidate(self, group: Group, order: Order) -> object:
-        """All that decides what it holds."""
-        return (
-            group.layout, group.placement, group.units, group.overlap, group.recompute,
-            group.split_backward, order,
-        )  # fmt: skip
+    Of ``mario`` what ``full`` holds. Its passes move forwards only to the front and keep the order
+    of backwards: before each backward at least as many forwards have run, and each has left its
+    input at least.
+    """
+    memory = group.table.memory
+    if group.recompute.policy != "mario" or memory is None or needs_program(group, order):
+        return 0
+    if any(map(int.__gt__, memory.inputs, memory.activations)):
+        return 0
+    full = replace(group, recompute=Recompute("full"))
+    return max(low for low, _ in _bytes_between(problem, full, order))
 
-    def holdings(self, group: Group, order: Order) -> Holdings:
-        """Of a candidate that needs no program."""
-        plan = shortened(plan_of(group, order))
-        key = _key(group, order, plan)
-        if key not in self.found.holdings:
-            self.found.holdings[key] = build_holdings(plan, self._lists(group, order, plan))
-        return self.found.holdings[key]
 
-    def outcome(self, group: Group, order: Order) -> Outcome:
-        self.num_simulated += 1
-        if needs_program(group, order):
-            program = program_of(group, order)
-            time = program_step(program, group.costs, waits=self.waits_at_flush)
-            held = _known(program, group)
-        else:
-            times = self.times(group, order)
-            time = times.makespan if self.waits_at_flush else times.period
-            held = self.rank_bytes(group, order)
-        plan = plan_of(group, order)
-        return Outcome(group.candidate(order), plan, time, held, group.bound, group)
+def least_time(problem: Problem, group: Group, order: Order) -> float:
+    """No more than a step takes, where the order says more than its group's bound; else 0.
 
-    def times(self, group: Group, order: Order) -> StepTime:
-        """Of a candidate that needs no program."""
-        key, known = self._candidate(group, order), self.found.times
-        if key not in known:
-            structure = self.structure(group, order)
-            known[key] = step_time(structure, group.table, overlap=group.overlap != "none")
-        return known[key]
+    Of ``mario``: an R goes only where its F comes to stand right before it. Its passes move nothing
+    but forwards, to the front, so what stands between the two and is no forward stays.
+    """
+    if group.recompute.policy != "mario" or needs_program(group, order):
+        return 0.0
+    if find_schedule(order.schedule).cost_aware:
+        return 0.0  # The order itself is searched for.
+    plan = lists_plan(replace(group, recompute=NO_RECOMPUTE), order)
+    took = group.table.recompute
+    again = [
+        sum(number * took[stage] for stage, number in pairs.items())
+        for pairs in _rebuilt(problem, plan)
+    ]
+    splits = find_schedule(order.schedule).splits_backward or group.split_backward
+    rules = Rules(plan.num_microbatches, splits, False, problem.machine.waits_at_flush)
+    return step_bound(group.placement, group.table, rules, again)
 
-    def structure(self, group: Group, order: Order) -> Structure:
-        return self._structure(group, order, plan_of(group, order))
 
-    def _structure(self, group: Group, order: Order, plan: Plan) -> Structure:
-        key = _key(group, order, plan)
-        if key not in self.found.structures:
-            self.found.structures[key] = flatten(self._lists(group, order, plan))
-        return self.found.structures[key]
+def is_near(problem: Problem, group: Group, order: Order, limit: int) -> bool:
+    """Whether only lists with messages say if it fits."""
+    bounds = _bytes_between(problem, group, order)
+    return max(low for low, _ in bounds) <= limit < max(high for _, high in bounds)
 
-    def _lists(self, group: Group, order: Order, plan: Plan) -> Program:
-        """A plan's compute lists; of one candidate several questions are asked in turn."""
-        key = _key(group, order, plan)
-        if not self.found.lists or self.found.lists[0][0] != key:
-            self.found.lists[:] = [(key, lists_of(plan))]
-        return self.found.lists[0][1]
+
+def is_short(problem: Problem, group: Group, order: Order) -> bool:
+    """Whether its time is known as soon as what it needs."""
+    if needs_program(group, order):
+        return False
+    plan = lists_plan(group, order)
+    return shortened(plan) is plan or (structure, (plan,)) in problem.store
+
+
+@memo
+def _bytes_between(problem: Problem, group: Group, order: Order) -> list[tuple[int, int]]:
+    memory = group.table.memory
+    if memory is None or needs_program(group, order):
+        return [(0, 0)]
+    return bytes_between(_holdings(problem, _few(group, order)), memory)
+
+
+def _few(group: Group, order: Order) -> Plan:
+    """The candidate with as few microbatches as tell what its ranks hold."""
+    return shortened(lists_plan(group, order))
+
+
+@memo
+def _holdings(problem: Problem, plan: Plan) -> Holdings:
+    return build_holdings(plan, _lists(problem, plan))
+
+
+@memo
+def _rebuilt(problem: Problem, plan: Plan) -> tuple[dict[int, int], ...]:
+    return rebuilt_pairs(_lists(problem, plan))
+
+
+@memo
+def structure(problem: Problem, plan: Plan) -> Structure:
+    """A plan's lists, walked."""
+    return flatten(_lists(problem, plan))
+
+
+@memo
+def _lists(problem: Problem, plan: Plan) -> Program:
+    return lists_of(plan)
+
+
+def lists_plan(group: Group, order: Order) -> Plan:
+    """What decides a candidate's compute lists: one plan for all that have the same."""
+    schedule = find_schedule(order.schedule)
+    made = schedule.cost_aware or group.recompute.policy == "mario" or group.split_backward
+    plan = replace(
+        plan_of(group, order),
+        overlap="none",
+        buckets=None,
+        costs=group.costs if made else None,
+        memory_bytes=None,
+        recompute=group.recompute if group.recompute.rewrites else NO_RECOMPUTE,
+        skips=(),
+    )
+    if order.schedule == "foldx_fifo" and plan.num_microbatches > plan.pp:
+        return replace(plan, schedule="interleaved_1f1b", group=plan.pp)
+    if order.schedule != "interleaved_1f1b":
+        return plan
+    shape = schedule.resolve(
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=order.stages_per_rank,
+        group=plan.group,
+    )
+    return replace(plan, group=shape.group)
 
 
 def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
@@ -262,35 +265,6 @@ def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
         timeline = simulate(program, costs)
         return timeline.makespan if waits else timeline.period
     return simulate(agreed(program) if waits else program, costs).period
-
-
-def _key(group: Group, order: Order, plan: Plan) -> object:
-    """All that decides the lists of a plan."""
-    cost_aware = find_schedule(order.schedule).cost_aware
-    cost_aware = cost_aware or group.recompute.policy == "mario"
-    cost_aware = cost_aware or group.split_backward
-    return (
-        _lists(order, plan),
-        plan.pp,
-        plan.num_microbatches,
-        group.recompute if group.recompute.rewrites else None,
-        plan.costs if cost_aware else None,
-    )
-
-
-def _lists(order: Order, plan: Plan) -> Order:
-    """One order for all that have the same lists."""
-    if order.schedule == "interleaved_1f1b":
-        shape = find_schedule(order.schedule).resolve(
-            pp=plan.pp,
-            num_microbatches=plan.num_microbatches,
-            stages_per_rank=order.stages_per_rank,
-            group=plan.group,
-        )
-        return replace(order, group=shape.group)
-    if order.schedule == "foldx_fifo" and plan.num_microbatches > plan.pp:
-        return Order("interleaved_1f1b", order.stages_per_rank, plan.pp)
-    return order
 
 
 def plan_of(group: Group, order: Order) -> Plan:

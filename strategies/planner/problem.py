@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from strategies.costs.analytic import AnalyticCosts, Known
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
@@ -19,12 +19,8 @@ from strategies.ir.program import Placement, Program, chain, loop
 from strategies.plan import NO_RECOMPUTE, Overlap, Recompute, num_buckets
 from strategies.planner.cut import Tensor, handed_on
 
-if TYPE_CHECKING:
-    from strategies.analysis.memory import RankMemory
-    from strategies.planner.group import Group, Sketch
-    from strategies.planner.holdings import Holdings
-    from strategies.planner.quick_walk import StepTime, Structure
-
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # tp, sequences of a microbatch, whether layers recompute selectively -> one load per unit, on one
 # rank.
@@ -60,37 +56,39 @@ class Machine:
     number_format: NumberFormat = "fp32"
 
 
-@dataclass(slots=True)
-class Found:
-    """What has been computed so far, by all that decides it; searches of a problem share it."""
+def memo(
+    function: Callable[Concatenate[Problem, P], T],
+) -> Callable[Concatenate[Problem, P], T]:
+    """Computes once for each problem and arguments; what it returns lives as long as the problem.
 
-    fastest_cuts: dict[tuple[int, int, bool, tuple[int, ...]], tuple[int, ...]] = field(
-        default_factory=dict
-    )
-    plain_cuts: dict[tuple[int, int, bool, int], tuple[int, ...]] = field(default_factory=dict)
-    structures: dict[object, Structure] = field(default_factory=dict)
-    holdings: dict[object, Holdings] = field(default_factory=dict)
-    rebuilt: dict[object, tuple[dict[int, int], ...]] = field(default_factory=dict)
-    between: dict[object, list[tuple[int, int]]] = field(default_factory=dict)  # of each rank
-    needed: dict[object, int] = field(default_factory=dict)  # bytes of a candidate's worst rank
-    memory: dict[object, tuple[RankMemory, ...]] = field(default_factory=dict)
-    times: dict[object, StepTime] = field(default_factory=dict)
-    lists: list[tuple[object, Program]] = field(default_factory=list)  # the latest of a plan
-    # Policies that rerun whole stages share costs, durations and buckets of a cut.
-    costs: dict[object, PlannedCosts] = field(default_factory=dict)
-    tables: dict[object, tuple[CostTable, tuple[int, ...]]] = field(default_factory=dict)
-    sketches: dict[object, list[Sketch]] = field(default_factory=dict)
-    groups: dict[object, list[Group]] = field(default_factory=dict)
-    units: dict[tuple[int, int, bool], tuple[Load, ...]] = field(default_factory=dict)
-    stage_loads: dict[tuple[int, int, bool, int, int], Load] = field(default_factory=dict)
-    sums: dict[tuple[int, ...], Load] = field(default_factory=dict)
-    equal_loads: dict[Load, Load] = field(default_factory=dict)
-    silent: dict[int, Load] = field(default_factory=dict)  # of a unit, as if it handed on nothing
-    handing: dict[tuple[int, int], Load] = field(default_factory=dict)
-    figures: Known = field(default_factory=Known)
-    unit_tables: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
-    whole_compute: dict[tuple[int, int, int, bool], CostTable] = field(default_factory=dict)
-    whole: dict[tuple[int, int, int, int, bool, bool], CostTable] = field(default_factory=dict)
+    Arguments are hashed, so it counts how they are passed: by place or by name.
+    """
+
+    @wraps(function)
+    def call(problem: Problem, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (call, args, *kwargs.items())
+        found: T = problem.store.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = problem.store[key] = function(problem, *args, **kwargs)
+        return found
+
+    return call
+
+
+_UNKNOWN: Any = object()
+
+
+class _Units(NamedTuple):
+    """The units of a model on one rank; equal ones are one object.
+
+    Attributes:
+        kinds: Different units, as if each handed on nothing.
+        kind_of: Of each unit, its place in ``kinds``.
+    """
+
+    loads: tuple[Load, ...]
+    kinds: tuple[Load, ...]
+    kind_of: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,8 @@ class Problem:
     imbalance: float = 1.0
     expert_tp: bool = False
     spreads_cut: bool = True
-    found: Found = field(default_factory=Found, init=False, repr=False, compare=False)
+    store: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    known: Known = field(default_factory=Known, init=False, repr=False, compare=False)
 
     @property
     def least_size(self) -> int:
@@ -125,18 +124,24 @@ class Problem:
         return 1 if self.measured is None else self.measured.sizes[0]
 
     def units(self, layout: Layout, *, selective: bool = False) -> tuple[Load, ...]:
-        key = (layout.tp, layout.microbatch_size, selective)
-        if key not in self.found.units:
-            same, silent = self.found.equal_loads, self.found.silent
-            made = self.loads(*key)
-            once = {id(load): load for load in made}  # equal layers are mostly one object
-            alike = {at: same.setdefault(load, load) for at, load in once.items()}
-            for load in alike.values():
-                if id(load) not in silent:
-                    bare = replace(load, output_elements=0)
-                    silent[id(load)] = same.setdefault(bare, bare)
-            self.found.units[key] = tuple(alike[id(load)] for load in made)
-        return self.found.units[key]
+        return self._units(layout.tp, layout.microbatch_size, selective).loads
+
+    @memo
+    def _units(self, tp: int, size: int, selective: bool) -> _Units:
+        made = self.loads(tp, size, selective)
+        once = {id(load): self._same(load) for load in made}  # equal layers are mostly one object
+        kinds = {at: self._same(replace(load, output_elements=0)) for at, load in once.items()}
+        places = {id(kind): place for place, kind in enumerate(kinds.values())}
+        return _Units(
+            tuple(once[id(load)] for load in made),
+            tuple(kinds.values()),
+            tuple(places[id(kinds[id(load)])] for load in made),
+        )
+
+    @memo
+    def _same(self, load: Load) -> Load:
+        """One object for all that are equal, which costs look for."""
+        return load
 
     def costs(
         self, layout: Layout, units_per_stage: tuple[int, ...], *, selective: bool = False
@@ -150,25 +155,8 @@ class Problem:
         handed = handed_on(self.graph(layout.microbatch_size), units_per_stage)
         return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
-    def table(
-        self,
-        costs: PlannedCosts,
-        placement: Placement,
-        *,
-        zero1: bool,
-        other: tuple[CostTable, tuple[int, ...]] | None = None,
-    ) -> tuple[CostTable, tuple[int, ...]]:
-        """Durations and bytes of a program that has no reductions yet, and its buckets.
-
-        ``other`` is the same with ``zero1`` turned round, where that is known.
-        """
-        buckets = self._buckets(costs, placement) if other is None else other[1]
-        shared = frozenset(stage for stage, n in enumerate(buckets) if n) if zero1 else frozenset()
-        if other is not None and isinstance(costs, AnalyticCosts):
-            return costs.shared_out(other[0], draft(placement), buckets, shared), buckets
-        return costs.table_for(draft(placement), buckets, shared), buckets
-
-    def _buckets(self, costs: PlannedCosts, placement: Placement) -> tuple[int, ...]:
+    def buckets(self, costs: PlannedCosts, placement: Placement) -> tuple[int, ...]:
+        """Per stage, how many its gradients are reduced in."""
         assumed = costs if isinstance(costs, AnalyticCosts) else costs.assumed
         reduces = assumed.dp > 1 or placement.weight_copies > 1
         among = assumed.tp > assumed.ep and not self.expert_tp
@@ -180,40 +168,38 @@ class Problem:
 
     def unit_table(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """Each unit as a stage of its own: what a cut goes by."""
-        key = (layout.tp, layout.ep, layout.microbatch_size, selective)
-        if key not in self.found.unit_tables:
-            alone = [range(unit, unit + 1) for unit in range(self.num_units)]
-            costs = self._cut(layout, alone, selective=selective, fixed=False)
-            alike, none = draft(loop(1, self.num_units)), (0,) * self.num_units
-            self.found.unit_tables[key] = costs.table_for(alike, none, frozenset(), breakdown=False)
-        return self.found.unit_tables[key]
+        return self._unit_table(layout.of_units, selective)
+
+    @memo
+    def _unit_table(self, layout: Layout, selective: bool) -> CostTable:
+        alone = [range(unit, unit + 1) for unit in range(self.num_units)]
+        costs = self._cut(layout, alone, selective=selective, fixed=False)
+        alike, none = draft(loop(1, self.num_units)), (0,) * self.num_units
+        return costs.table_for(alike, none, frozenset(), breakdown=False)
 
     def whole_compute(self, layout: Layout, *, selective: bool = False) -> CostTable:
         """What the whole model computes as one stage, whoever sends, adds up and holds."""
-        key = (layout.tp, layout.ep, layout.microbatch_size, selective)
-        if key not in self.found.whole_compute:
-            costs = self._cut(layout, [range(self.num_units)], selective=selective, sends=False)
-            self.found.whole_compute[key] = (
-                costs.compute_alone()
-                if isinstance(costs, AnalyticCosts)
-                else costs.table_for(draft(loop(1, 1)), (0,), frozenset(), breakdown=False)
-            )
-        return self.found.whole_compute[key]
+        return self._whole_compute(layout.of_units, selective)
+
+    @memo
+    def _whole_compute(self, layout: Layout, selective: bool) -> CostTable:
+        costs = self._cut(layout, [range(self.num_units)], selective=selective, sends=False)
+        if isinstance(costs, AnalyticCosts):
+            return costs.compute_alone()
+        return costs.table_for(draft(loop(1, 1)), (0,), frozenset(), breakdown=False)
 
     def whole_table(
         self, layout: Layout, *, zero1: bool = False, selective: bool = False
     ) -> CostTable:
         """The whole model as one stage that sends nothing."""
-        shares = zero1 and layout.dp > 1
-        key = (layout.tp, layout.ep, layout.dp, layout.microbatch_size, shares, selective)
-        if key not in self.found.whole:
-            shared = frozenset({0}) if shares else frozenset()
-            everything = [range(self.num_units)]
-            costs = self._cut(layout, everything, selective=selective, sends=False)
-            self.found.whole[key] = costs.table_for(
-                draft(loop(1, 1)), (0,), shared, breakdown=False
-            )
-        return self.found.whole[key]
+        zero1 = zero1 and layout.dp > 1
+        return self._whole_table(replace(layout.of_units, dp=layout.dp), zero1, selective)
+
+    @memo
+    def _whole_table(self, layout: Layout, zero1: bool, selective: bool) -> CostTable:
+        costs = self._cut(layout, [range(self.num_units)], selective=selective, sends=False)
+        shared = frozenset({0}) if zero1 else frozenset()
+        return costs.table_for(draft(loop(1, 1)), (0,), shared, breakdown=False)
 
     def _cut(
         self,
@@ -225,41 +211,38 @@ class Problem:
         sends: bool = True,
     ) -> PlannedCosts:
         """``fixed`` as in ``Measured.costs``; ``sends`` is off for the whole model."""
-        loads = [self._stage_load(layout, stage, selective=selective) for stage in stages]
-        if not sends:
-            alike = self.found.figures.alike
-            loads = [
-                alike[id(load)][1] if id(load) in alike else replace(load, output_elements=0)
-                for load in loads
-            ]
+        loads = [
+            self._stage_load(layout, stage, selective=selective, sends=sends) for stage in stages
+        ]
         assumed = self._costs(layout, tuple(loads))
         if self.measured is None:
             return assumed
         return self.measured.costs(assumed, stages, layout.microbatch_size, fixed=fixed)
 
-    def _stage_load(self, layout: Layout, stage: range, *, selective: bool) -> Load:
-        """The sum of a stage's units: one object for equal sums, which costs look for."""
-        found = self.found
-        key = (layout.tp, layout.microbatch_size, selective, stage.start, stage.stop)
-        if key not in found.stage_loads:
-            units = self.units(layout, selective=selective)[stage.start : stage.stop]
-            silent = [found.silent[id(unit)] for unit in units]  # ``found.units`` keeps them
-            alike = tuple(map(id, silent))
-            if alike not in found.sums:
-                load = sum_loads(silent)
-                found.sums[alike] = found.equal_loads.setdefault(load, load)
-            handed = units[-1].output_elements if units else 0
-            found.stage_loads[key] = self._handing(found.sums[alike], handed)
-        return found.stage_loads[key]
+    def _stage_load(
+        self, layout: Layout, stage: range, *, selective: bool, sends: bool = True
+    ) -> Load:
+        """The sum of a stage's units: one object for equal sums."""
+        key = (layout.tp, layout.microbatch_size, selective)
+        units = self._units(*key)
+        handed = units.loads[stage.stop - 1].output_elements if sends and stage else 0
+        return self._handing(*key, units.kind_of[stage.start : stage.stop], handed)
 
-    def _handing(self, load: Load, count: int) -> Load:
+    @memo
+    def _handing(
+        self, tp: int, size: int, selective: bool, kinds: tuple[int, ...], handed: int
+    ) -> Load:
         """A stage that hands on so many elements; costs know where that takes no time in it."""
-        key, known = (id(load), count), self.found.handing
-        if key not in known:
-            known[key] = replace(load, output_elements=count)
-            if by_kernels(self.machine.hardware, load):
-                self.found.figures.alike[id(known[key])] = known[key], load
-        return known[key]
+        bare = self._sum(tp, size, selective, kinds)
+        load = replace(bare, output_elements=handed)
+        if by_kernels(self.machine.hardware, bare):
+            self.known.alike[id(load)] = load, bare
+        return load
+
+    @memo
+    def _sum(self, tp: int, size: int, selective: bool, kinds: tuple[int, ...]) -> Load:
+        known = self._units(tp, size, selective).kinds
+        return self._same(sum_loads([known[kind] for kind in kinds]))
 
     def _costs(self, layout: Layout, stages: tuple[Load, ...]) -> AnalyticCosts:
         machine = self.machine
@@ -277,7 +260,7 @@ class Problem:
             ep=layout.ep,
             expert_tp=self.expert_tp,
             imbalance=self.imbalance,
-            known=self.found.figures,
+            known=self.known,
         )
 
 
@@ -378,6 +361,11 @@ class Layout:
     microbatch_size: int
     num_microbatches: int
     ep: int = 1
+
+    @property
+    def of_units(self) -> Layout:
+        """The same for the figures of units, which neither depth nor replicas change."""
+        return Layout(self.tp, 1, 1, self.microbatch_size, 1, self.ep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,18 @@ from strategies.errors import PlanError
 from strategies.ir.program import recomputed_pairs
 from strategies.plan import NO_RECOMPUTE, Recompute
 from strategies.planner.group import Group, cut_again, groups
-from strategies.planner.layout_search import Answer, Rejected, rank_key
+from strategies.planner.layout_search import SAME, Answer, Rejected, rank_key
 from strategies.planner.outcome import (
-    Evaluator,
     Outcome,
     Refusal,
+    full_memory,
     needs_program,
     plan_of,
     program_step,
+    times,
 )
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
-
-_SAME = 1e-9
 
 POLICIES = (
     NO_RECOMPUTE,
@@ -70,13 +69,12 @@ def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
     """A program's time, and its bytes with all buffers; None where optimal finds no order."""
     plan = plan_of(group, order)
     if not needs_program(group, order):
-        evaluator = Evaluator(problem.machine.waits_at_flush, found=problem.found)
-        times = evaluator.times(group, order)
+        found = times(problem, group, order)
         return Outcome(
             group.candidate(order),
             plan,
-            times.makespan if problem.machine.waits_at_flush else times.period,
-            tuple(held.total for held in evaluator.full_memory(group, order)),
+            found.makespan if problem.machine.waits_at_flush else found.period,
+            tuple(held.total for held in full_memory(problem, group, order)),
             group.bound,
             group,
             recomputes=group.recompute.rewrites,
@@ -149,7 +147,7 @@ class _Tuner:
         while queue:
             bound, _, _, group, order = heappop(queue)
             key = (group.layout, group.recompute)
-            if bound > self.worst * (1 + _SAME):
+            if bound > self.worst * (1 + SAME):
                 self.refuse(Refusal(*key, "slower", step_time_s=bound, exact=False))
                 too_slow.append((group, order))
             elif group.least_bytes > self.limit:
@@ -193,8 +191,8 @@ class _Tuner:
     @property
     def worst(self) -> float:
         """Nothing slower will be listed."""
-        times = sorted(outcome.step_time_s for outcome in self.best.values())
-        return times[self.top_k - 1] if len(times) >= self.top_k else float("inf")
+        best = sorted(outcome.step_time_s for outcome in self.best.values())
+        return best[self.top_k - 1] if len(best) >= self.top_k else float("inf")
 
     def consider(self, group: Group, order: Order) -> None:
         key = (group.layout, group.recompute)

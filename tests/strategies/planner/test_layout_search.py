@@ -14,9 +14,18 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.kernels import Product, Work
 from strategies.costs.load import Load
 from strategies.plan import NO_RECOMPUTE, Recompute
+from strategies.planner import outcome
 from strategies.planner.group import Group, Sketch, expected_bytes, groups, groups_of, sketches
 from strategies.planner.layout_search import leaner_than, rank_key, search
-from strategies.planner.outcome import Evaluator, Outcome, plan_of, program_of, program_step
+from strategies.planner.outcome import (
+    Outcome,
+    evaluate,
+    least_bytes,
+    least_time,
+    plan_of,
+    program_of,
+    program_step,
+)
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 from strategies.schedules import find_schedule
@@ -78,7 +87,6 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
     """Every candidate by its verified program; what O2 leaves out by rule is left out."""
     found = []
     limit = asked.machine.memory_bytes
-    evaluator = Evaluator(asked.machine.waits_at_flush)
     for tp, pp, dp in degrees(space, asked):
         if asked.refuse_tp(tp) is not None:
             continue
@@ -96,9 +104,9 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                         held = real_bytes(group, order)
                         waits = asked.machine.waits_at_flush
                         time = program_step(program, group.costs, waits=waits)
-                        bound = max(group.bound, evaluator.least_time(group, order))
+                        bound = max(group.bound, least_time(asked, group, order))
                         assert time >= bound * (1 - 1e-9), group.candidate(order)
-                        least = max(group.least_bytes, evaluator.least_bytes(group, order))
+                        least = max(group.least_bytes, least_bytes(asked, group, order))
                         assert max(held) >= least, group.candidate(order)
                         if max(held) <= limit:
                             found.append(
@@ -181,7 +189,6 @@ def test_what_mario_takes_and_holds_at_least_is_known_before_its_lists(
     schedule, microbatches, barrier
 ):
     asked, mario = problem(8, vocab=256, barrier=barrier), Recompute("mario")
-    evaluator = Evaluator(barrier)
     space = Space(
         4, microbatches, tp=1, pp=4, microbatch_size=1, schedule=schedule, recompute=mario,
         stages_per_rank=2 if schedule == "interleaved_1f1b" else None,
@@ -191,12 +198,12 @@ def test_what_mario_takes_and_holds_at_least_is_known_before_its_lists(
     for group, plain in zip(groups(asked, space, layout, mario), none, strict=True):
         for order in group.orders:
             time = program_step(program_of(group, order), group.costs, waits=barrier)
-            bound = evaluator.least_time(group, order)
+            bound = least_time(asked, group, order)
             assert bound <= time * (1 + 1e-9), order
             assert bound >= group.bound >= plain.bound or find_schedule(schedule).cost_aware, order
             assert max(bound, group.bound) > plain.bound, order
             held = max(real_bytes(group, order))
-            assert group.least_bytes < evaluator.least_bytes(group, order) <= held, order
+            assert group.least_bytes < least_bytes(asked, group, order) <= held, order
 
 
 def test_gradients_are_late_only_where_that_is_asked_for():
@@ -257,17 +264,18 @@ def test_nothing_fits_into_nothing():
     assert answer.rejected.memory == answer.num_candidates > 0
 
 
-def test_orders_are_walked_once_for_many_cost_tables():
-    asked = problem(6)
-    evaluator = Evaluator(waits_at_flush=False)
+def test_orders_are_walked_once_for_many_cost_tables(monkeypatch):
+    asked, walked = problem(6), []
+    walk = outcome.flatten
+    monkeypatch.setattr(outcome, "flatten", lambda lists: walked.append(lists) or walk(lists))
     space = Space(8, 16, pp=4, schedule="1f1b", microbatch_size=1, level="O2")
     times = set()
     for tp, pp, dp in degrees(space, asked):
         for layout in layouts(space, asked, tp, pp, dp):
             for group in groups(asked, space, layout, space.recomputes[0]):
-                times.add(evaluator.outcome(group, group.orders[0]).step_time_s)
+                times.add(evaluate(asked, group, group.orders[0]).step_time_s)
     assert len(times) > 1
-    assert evaluator.num_simulated > len(evaluator.found.structures)
+    assert len(times) > len(walked) > 0
     assert all(math.isfinite(time) for time in times)
 
 
@@ -309,5 +317,5 @@ def test_stages_that_only_hand_on_more_are_timed_once_where_that_takes_no_time(n
     again = AnalyticCosts(alone.stages, machine.hardware, sizes=machine.sizes)
     assert alone.compute_alone() == again.compute_alone()
     assert costs.compute_alone().forward[1] == alone.compute_alone().forward[1]
-    timed = len(grown.found.figures.durations)
+    timed = len(grown.known.durations)
     assert timed == (5 if num_sms is None else 4)
