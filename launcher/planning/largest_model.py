@@ -7,7 +7,6 @@ largest value whose verified program fits is searched for, and then the fastest 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import lcm
 
@@ -16,11 +15,9 @@ from launcher.planning.question import Question, question
 from strategies.compiler import no_collection
 from strategies.errors import PipelineError, PlanError
 from strategies.plan import Recompute
-from strategies.planner.group import Group
-from strategies.planner.layout_search import rank_key
+from strategies.planner.layout_search import Answer
 from strategies.planner.outcome import Outcome
-from strategies.planner.problem import Order
-from strategies.planner.tuner import candidates, fitted, longest
+from strategies.planner.tuner import longest, tune
 
 # A sequence is found to a few percent: in steps of 1/32 to 1/64 of the one that was asked.
 _SHARE_BITS = 5
@@ -83,9 +80,9 @@ def largest_model(config: LaunchConfig, asked: Question) -> Reaches:
         key,
         reaches,
         len(search.tried),
-        search.num_simulated,
+        sum(answer.num_simulated for answer in search.tried.values() if answer is not None),
         time.perf_counter() - began,
-        None if fitting else search.least_bytes,
+        None if fitting else search.needed_bytes(),
     )
 
 
@@ -110,31 +107,17 @@ def _check_layers(config: LaunchConfig) -> None:
 
 
 @dataclass(slots=True)
-class _Trial:
-    """One value under one policy."""
-
-    outcome: Outcome | None
-    needed_bytes: int | None
-
-
-@dataclass(slots=True)
 class _Search:
     config: LaunchConfig
     asked: Question
     key: str
-    num_simulated: int = 0
-    tried: dict[tuple[int, Recompute], _Trial] = field(default_factory=dict)
+    tried: dict[tuple[int, Recompute], Answer | None] = field(default_factory=dict)
     questions: dict[int, Question | None] = field(default_factory=dict)
 
     @property
     def own(self) -> int:
         model = self.config.model
         return model.sequence if self.key == "model.sequence" else model.layers
-
-    @property
-    def least_bytes(self) -> int | None:
-        needed = [t.needed_bytes for t in self.tried.values() if t.needed_bytes is not None]
-        return min(needed, default=None)
 
     def run(self) -> tuple[Reach, ...]:
         step, least = 1, 1
@@ -149,7 +132,8 @@ class _Search:
         for policy in sorted(policies, key=lambda p: p.policy in ("mario", "optimal")):
 
             def fits(value: int, policy: Recompute = policy) -> bool:
-                return self.trial(value, policy).outcome is not None
+                answer = self.answer(value, policy)
+                return answer is not None and bool(answer.plans)
 
             value = longest(fits, start=start, step=step, least=least, most=_MOST[self.key])
             found[policy] = self.reach(policy, value, step)
@@ -159,56 +143,43 @@ class _Search:
 
     def reach(self, policy: Recompute, value: int | None, step: int) -> Reach:
         if value is None:
-            needed = [t.needed_bytes for (_, p), t in self.tried.items() if p == policy]
-            known = [amount for amount in needed if amount is not None]
-            return Reach(policy, None, step, None, None, None, min(known, default=None))
-        asked = self.question(value)
-        assert asked is not None
-        outcomes = [self.simulated(asked, *each) for each in self.candidates(asked, policy)]
-        limit = asked.problem.machine.memory_bytes
-        fitting = [o for o in outcomes if o is not None and o.peak_bytes <= limit]
-        beyond = self.tried.get((value + step, policy))
+            return Reach(policy, None, step, None, None, None, self.needed_bytes(policy))
+        answer = self.answer(value, policy)
+        assert answer is not None
         return Reach(
             policy,
             value,
             step,
-            min(fitting, key=rank_key),
+            answer.plans[0],
             _with_value(self.config, self.key, value),
-            asked,
-            None if beyond is None else beyond.needed_bytes,
+            self.question(value),
+            self.needed_bytes(policy, value + step),
         )
 
-    def trial(self, value: int, policy: Recompute) -> _Trial:
-        """The first program that fits, those that hold least first; or what is needed."""
+    def needed_bytes(self, policy: Recompute | None = None, value: int | None = None) -> int | None:
+        """The least that was needed where nothing fits; of one policy and value, or of all."""
+        return min(
+            (
+                refusal.needed_bytes
+                for (tried, recompute), answer in self.tried.items()
+                if answer is not None and not answer.plans
+                if policy in (None, recompute) and value in (None, tried)
+                for refusal in answer.refusals
+                if refusal.needed_bytes is not None
+            ),
+            default=None,
+        )
+
+    def answer(self, value: int, policy: Recompute) -> Answer | None:
+        """The fastest way to run a value; None where the model does not allow it."""
         if (value, policy) not in self.tried:
-            self.tried[value, policy] = self.first_that_fits(value, policy)
+            asked = self.question(value)
+            answer = None
+            if asked is not None:
+                space = replace(asked.space, recompute=policy)
+                answer = tune(asked.problem, space, top_k=1)
+            self.tried[value, policy] = answer
         return self.tried[value, policy]
-
-    def first_that_fits(self, value: int, policy: Recompute) -> _Trial:
-        asked = self.question(value)
-        if asked is None:
-            return _Trial(None, None)
-        limit = asked.problem.machine.memory_bytes
-        needed: list[int] = []
-        by_size = sorted(self.candidates(asked, policy), key=lambda each: each[0].least_bytes)
-        for group, order in by_size:
-            if group.least_bytes > limit:
-                needed.append(group.least_bytes)
-                continue
-            outcome = self.simulated(asked, group, order)
-            if outcome is None:
-                continue
-            if outcome.peak_bytes <= limit:
-                return _Trial(outcome, outcome.peak_bytes)
-            needed.append(outcome.peak_bytes)
-        return _Trial(None, min(needed, default=None))
-
-    def candidates(self, asked: Question, policy: Recompute) -> Iterator[tuple[Group, Order]]:
-        return candidates(asked.problem, replace(asked.space, recompute=policy))
-
-    def simulated(self, asked: Question, group: Group, order: Order) -> Outcome | None:
-        self.num_simulated += 1
-        return fitted(asked.problem, asked.space, group, order)
 
     def question(self, value: int) -> Question | None:
         """The question for a value; None where the model does not allow it."""

@@ -16,10 +16,10 @@ from launcher.report.summary import format_duration
 from launcher.terminal import say
 from strategies.errors import PlanError
 from strategies.plan import Recompute
-from strategies.planner.layout_search import Answer, Rejected, search
+from strategies.planner.layout_search import Answer, Rejected, rank_key, search
 from strategies.planner.outcome import Outcome
 from strategies.planner.space import Space
-from strategies.planner.tuner import POLICIES, tune
+from strategies.planner.tuner import POLICIES, nearest, tune
 from strategies.schedules import find_schedule
 
 if TYPE_CHECKING:
@@ -105,9 +105,8 @@ def tune_layout(config: LaunchConfig, asked: Question, *, top_k: int) -> LayoutA
     asked = replace(asked, space=_tuning_space(asked, _divisors(asked.space)))
     answer = tune(asked.problem, asked.space, top_k=top_k)
     if not answer.plans:
-        if answer.smallest is None:
-            raise refuse(asked, answer)
-        raise _too_small(asked, answer, answer.smallest)
+        smallest = nearest(asked.problem, asked.space)
+        raise _too_small(asked, answer, smallest) if smallest else refuse(asked, answer)
     return LayoutAnswer(answer, list_plans(config, asked, answer))
 
 
@@ -136,16 +135,18 @@ def _pins(asked: Question, name: str) -> bool:
     return name in asked.pinned or f"{name}.name" in asked.pinned
 
 
-def _too_small(asked: Question, answer: Answer, least: Outcome) -> PlanError:
+def _too_small(asked: Question, answer: Answer, found: Sequence[Outcome]) -> PlanError:
     limit = asked.problem.machine.memory_bytes
-    candidate = least.candidate
+    least, candidate = found[0], found[0].candidate
     layout, order = candidate.layout, candidate.order
     needs = _rounded_up_gb(least.peak_bytes)
+    others = [each for each in found if each.group.recompute.policy == "none"]
     plain = ""
-    if answer.plain is not None and candidate.recompute.policy != "none":
+    if others and candidate.recompute.policy != "none":
+        fastest = min(others, key=rank_key)
         plain = (
-            f" ({format_duration(answer.plain.step_time_s, 's')} without recomputation, which "
-            f"needs {_rounded_up_gb(answer.plain.peak_bytes):g})"
+            f" ({format_duration(fastest.step_time_s, 's')} without recomputation, which "
+            f"needs {_rounded_up_gb(fastest.peak_bytes):g})"
         )
     pinned = asked.space.recompute
     policy = "any recompute policy" if pinned is None else f"recompute={pinned.policy}"

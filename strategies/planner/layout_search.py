@@ -19,7 +19,6 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
-from strategies.analysis.memory import peak_memory_bytes
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
@@ -34,6 +33,7 @@ from strategies.planner.outcome import (
     least_bytes,
     least_time,
     needed_bytes,
+    program_bytes,
     program_of,
 )
 from strategies.planner.problem import Candidate, Layout, Order, Problem
@@ -83,8 +83,6 @@ class Answer:
         num_candidates: Of the whole space, one cut each.
         refusals: Of one layout, each microbatch size and policy that is not listed, those that fit
             first.
-        smallest: Of one layout where nothing fits: what needs least.
-        plain: Of one layout where nothing fits: the fastest without recomputation.
     """
 
     plans: tuple[Outcome, ...]
@@ -93,8 +91,6 @@ class Answer:
     num_simulated: int
     search_s: float
     refusals: tuple[Refusal, ...] = ()
-    smallest: Outcome | None = None
-    plain: Outcome | None = None
 
 
 def _distance(needed: int, what: Candidate | Layout) -> tuple[bool, int]:
@@ -230,7 +226,7 @@ class _Search:
                     return None
             needed = needed_bytes(problem, group, order, limit)
         except PlanError:  # recompute=optimal: no order keeps to the memory.
-            rejected.too_large(limit + 1, group.layout)
+            rejected.memory += 1
             return None
         if needed > limit:
             rejected.too_large(needed, group.candidate(order))
@@ -256,12 +252,10 @@ class _Search:
 
 def full_bytes(problem: Problem, outcome: Outcome) -> tuple[int, ...]:
     """All that each rank holds at its worst moment; of a program that is not long its own."""
-    layout, order = outcome.candidate.layout, outcome.candidate.order
-    if 2 * layout.pp * layout.num_microbatches * order.stages_per_rank > _SHORT:
-        return tuple(held.total for held in full_memory(problem, outcome.group, order))
-    program = program_of(outcome.group, order)
-    held = peak_memory_bytes(program, outcome.group.costs.table(program))
-    return tuple(value for value in held if value is not None)
+    group, order = outcome.group, outcome.order
+    if 2 * group.layout.pp * group.layout.num_microbatches * order.stages_per_rank > _SHORT:
+        return tuple(held.total for held in full_memory(problem, group, order))
+    return program_bytes(program_of(group, order), group)
 
 
 def rank_key(outcome: Outcome) -> tuple[object, ...]:

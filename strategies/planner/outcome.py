@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from strategies.analysis.late_verdict import agreed
-from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory
+from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory, peak_memory_bytes
 from strategies.compiler import compile_plan
 from strategies.costs.table import Costs
-from strategies.ir.program import Program
+from strategies.ir.program import Program, recomputed_pairs
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.planner.cut import skips
 from strategies.planner.group import Group
@@ -35,21 +35,25 @@ class Outcome:
     """A candidate, simulated.
 
     Attributes:
-        plan: The same for the compiler.
         step_time_s: Period, or makespan where ranks wait for each other at the flush.
         rank_bytes: Peak per rank: state and activations, or all where it says so.
-        bound_s: The group's lower bound.
-        group: What it shares with others.
-        recomputes: Whether its program has an R; known of whole programs only.
+        recomputes: Whether its program has an R.
     """
 
-    candidate: Candidate
-    plan: Plan
+    group: Group
+    order: Order
     step_time_s: float
     rank_bytes: tuple[int, ...]
-    bound_s: float
-    group: Group
     recomputes: bool = False
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.group.candidate(self.order)
+
+    @property
+    def plan(self) -> Plan:
+        """The same for the compiler."""
+        return plan_of(self.group, self.order)
 
     @property
     def peak_bytes(self) -> int:
@@ -83,19 +87,25 @@ class Refusal:
 # Of one candidate of a problem; what is asked for twice is computed once.
 
 
-def evaluate(problem: Problem, group: Group, order: Order) -> Outcome:
-    """Its time, state and activations."""
+def evaluate(problem: Problem, group: Group, order: Order, *, buffers: bool = False) -> Outcome:
+    """Its time, state and activations; with ``buffers`` messages and temporaries, too.
+
+    Raises:
+        PlanError: recompute=optimal finds no order.
+    """
     waits = problem.machine.waits_at_flush
     if needs_program(group, order):
         program = program_of(group, order)
         time = program_step(program, group.costs, waits=waits)
-        held = _known(program, group)
+        found = Outcome(group, order, time, (), bool(recomputed_pairs(program)))
+        return replace(found, rank_bytes=program_bytes(program, group, buffers=buffers))
+    known = times(problem, group, order)
+    time = known.makespan if waits else known.period
+    if buffers:
+        held = tuple(rank.total for rank in full_memory(problem, group, order))
     else:
-        known = times(problem, group, order)
-        time = known.makespan if waits else known.period
         held = rank_bytes(_holdings(problem, _few(group, order)), group.table)
-    plan = plan_of(group, order)
-    return Outcome(group.candidate(order), plan, time, held, group.bound, group)
+    return Outcome(group, order, time, held, group.recompute.rewrites)
 
 
 @memo
@@ -292,8 +302,10 @@ def program_of(group: Group, order: Order) -> Program:
     return compile_plan(plan).train
 
 
-def _known(program: Program, group: Group) -> tuple[int, ...]:
-    held = peak_bytes(program, group.costs.table(program))
+def program_bytes(program: Program, group: Group, *, buffers: bool = True) -> tuple[int, ...]:
+    """Peak of each rank; without ``buffers`` state and activations."""
+    peak = peak_memory_bytes if buffers else peak_bytes
+    held = peak(program, group.costs.table(program))
     return tuple(value for value in held if value is not None)
 
 

@@ -9,26 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from heapq import heapify, heappop
+from collections.abc import Callable, Iterator
 
-from strategies.analysis.memory import peak_memory_bytes
-from strategies.compiler import compile_plan, no_collection
+from strategies.compiler import no_collection
 from strategies.errors import PlanError
-from strategies.ir.program import recomputed_pairs
 from strategies.plan import NO_RECOMPUTE, Recompute
 from strategies.planner.group import Group, cut_again, groups
 from strategies.planner.layout_search import SAME, Answer, Rejected, rank_key
-from strategies.planner.outcome import (
-    Outcome,
-    Refusal,
-    full_memory,
-    needs_program,
-    plan_of,
-    program_step,
-    times,
-)
+from strategies.planner.outcome import Outcome, Refusal, evaluate
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 
@@ -41,16 +29,75 @@ POLICIES = (
 )
 """What is tried where no policy is pinned; of equally good ones the first."""
 
+# What is listed or refused as one: the layouts of a tuner differ in their microbatches only.
+_Key = tuple[Layout, Recompute]
+
 
 def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
     """Compares every policy and microbatch size of one layout; the best candidate of each counts.
 
     The space's degrees and schedule are pinned; at most ``top_k`` are listed.
     """
-    began = time.perf_counter()
+    began, limit = time.perf_counter(), problem.machine.memory_bytes
+    best: dict[_Key, Outcome] = {}
+    refused: dict[_Key, Refusal] = {}
+    worst, num_simulated, is_free = float("inf"), 0, space.recompute is None
+
+    def refuse(refusal: Refusal) -> None:
+        """Keeps the reason that says most."""
+        key = (refusal.layout, refusal.recompute)
+        refused[key] = min(refusal, refused.get(key, refusal), key=_says_most)
+
     with no_collection():
-        answer = _Tuner(problem, space, top_k).run(candidates(problem, space))
-    return replace(answer, search_s=time.perf_counter() - began)
+        # The earliest bound first; of equal ones the policy that is simplest.
+        found = sorted(candidates(problem, space), key=lambda each: each[0].bound)
+        for group, order in found:
+            key = (group.layout, group.recompute)
+            if group.bound > worst * (1 + SAME):
+                refuse(Refusal(*key, "slower", step_time_s=group.bound, exact=False))
+                # Whether a policy fits is told by all its programs.
+                if key in best or refused[key].reason != "memory":
+                    continue
+            elif group.least_bytes > limit:
+                refuse(Refusal(*key, "memory", group.least_bytes, exact=False))
+                continue
+            num_simulated += 1
+            outcome = fitted(problem, space, group, order)
+            if outcome is None:
+                refuse(Refusal(*key, "memory"))
+            elif outcome.peak_bytes > limit:
+                refuse(Refusal(*key, "memory", outcome.peak_bytes, outcome.step_time_s))
+            elif is_free and key[1].policy == "optimal" and not outcome.recomputes:
+                refuse(Refusal(*key, "same", step_time_s=outcome.step_time_s))
+            else:
+                best[key] = min(best.get(key, outcome), outcome, key=rank_key)
+                if len(best) >= top_k:
+                    worst = sorted(each.step_time_s for each in best.values())[top_k - 1]
+    ranked = sorted(best.values(), key=rank_key)
+    for outcome in ranked[top_k:]:
+        refuse(Refusal(*_key(outcome), "slower", step_time_s=outcome.step_time_s))
+    listed = {_key(outcome) for outcome in ranked[:top_k]}
+    refusals = sorted((r for key, r in refused.items() if key not in listed), key=_fits_first)
+    number = Counter(refusal.reason for refusal in refusals)
+    return Answer(
+        tuple(ranked[:top_k]),
+        Rejected(memory=number["memory"], slower=number["slower"], dominated=number["same"]),
+        len(found),
+        num_simulated,
+        search_s=time.perf_counter() - began,
+        refusals=tuple(refusals),
+    )
+
+
+def nearest(problem: Problem, space: Space) -> list[Outcome]:
+    """Where nothing fits: all candidates but those that keep to the memory, smallest first."""
+    found = [
+        fitted(problem, space, group, order)
+        for group, order in candidates(problem, space)
+        if group.recompute.policy != "optimal" or space.recompute is not None
+    ]
+    known = (outcome for outcome in found if outcome is not None)
+    return sorted(known, key=lambda outcome: (outcome.peak_bytes, rank_key(outcome)))
 
 
 def candidates(problem: Problem, space: Space) -> Iterator[tuple[Group, Order]]:
@@ -66,35 +113,13 @@ def candidates(problem: Problem, space: Space) -> Iterator[tuple[Group, Order]]:
 
 
 def simulated(problem: Problem, group: Group, order: Order) -> Outcome | None:
-    """A program's time, and its bytes with all buffers; None where optimal finds no order."""
-    plan = plan_of(group, order)
-    if not needs_program(group, order):
-        found = times(problem, group, order)
-        return Outcome(
-            group.candidate(order),
-            plan,
-            found.makespan if problem.machine.waits_at_flush else found.period,
-            tuple(held.total for held in full_memory(problem, group, order)),
-            group.bound,
-            group,
-            recomputes=group.recompute.rewrites,
-        )
+    """With all its bytes; None where optimal finds no order."""
     try:
-        program = compile_plan(plan).train
+        return evaluate(problem, group, order, buffers=True)
     except PlanError:
         if group.recompute.policy != "optimal":
             raise
         return None
-    held = peak_memory_bytes(program, group.costs.table(program))
-    return Outcome(
-        group.candidate(order),
-        plan,
-        program_step(program, group.costs, waits=problem.machine.waits_at_flush),
-        tuple(value for value in held if value is not None),
-        group.bound,
-        group,
-        recomputes=bool(recomputed_pairs(program)),
-    )
 
 
 _MOST_CUTS = 8
@@ -118,127 +143,11 @@ def fitted(problem: Problem, space: Space, group: Group, order: Order) -> Outcom
     return best
 
 
-# What is listed or refused as one: the layouts of a tuner differ in their microbatches only.
-_Key = tuple[Layout, Recompute]
-
-
-class _Tuner:
-    def __init__(self, problem: Problem, space: Space, top_k: int) -> None:
-        self.problem = problem
-        self.space = space
-        self.limit = problem.machine.memory_bytes
-        self.top_k = top_k
-        self.best: dict[_Key, Outcome] = {}
-        self.refused: dict[_Key, Refusal] = {}
-        self.known: list[Outcome] = []
-        self.num_simulated = 0
-
-    def run(self, found: Iterable[tuple[Group, Order]]) -> Answer:
-        # The earliest bound first; of equal ones the policy that is simplest.
-        queue = [
-            (group.bound, POLICIES.index(group.recompute) if group.recompute in POLICIES else 0,
-             number, group, order)
-            for number, (group, order) in enumerate(found)
-        ]  # fmt: skip
-        num_candidates = len(queue)
-        heapify(queue)
-        too_large: list[tuple[Group, Order]] = []
-        too_slow: list[tuple[Group, Order]] = []
-        while queue:
-            bound, _, _, group, order = heappop(queue)
-            key = (group.layout, group.recompute)
-            if bound > self.worst * (1 + SAME):
-                self.refuse(Refusal(*key, "slower", step_time_s=bound, exact=False))
-                too_slow.append((group, order))
-            elif group.least_bytes > self.limit:
-                self.refuse(Refusal(*key, "memory", group.least_bytes, exact=False))
-                too_large.append((group, order))
-            else:
-                self.consider(group, order)
-        for group, order in too_slow:
-            # Whether a policy fits is told by all its programs.
-            key = (group.layout, group.recompute)
-            if self.refused[key].reason == "memory" and key not in self.best:
-                self.consider(group, order)
-        ranked = sorted(self.best.values(), key=rank_key)
-        if not ranked:
-            for group, order in too_large:
-                if group.recompute.policy != "optimal":
-                    self.simulate(group, order)
-        for outcome in ranked[self.top_k :]:
-            self.refuse(Refusal(*_key(outcome), "slower", step_time_s=outcome.step_time_s))
-        listed = {_key(outcome) for outcome in ranked[: self.top_k]}
-        refusals = sorted(
-            (refusal for key, refusal in self.refused.items() if key not in listed),
-            key=_refusal_key,
-        )
-        smallest = plain = None
-        if not ranked:
-            unadorned = [o for o in self.known if o.candidate.recompute.policy == "none"]
-            smallest = min(self.known, key=lambda o: (o.peak_bytes, *rank_key(o)), default=None)
-            plain = min(unadorned, key=rank_key, default=None)
-        return Answer(
-            tuple(ranked[: self.top_k]),
-            _rejected(refusals, smallest),
-            num_candidates,
-            self.num_simulated,
-            search_s=0.0,
-            refusals=tuple(refusals),
-            smallest=smallest,
-            plain=plain,
-        )
-
-    @property
-    def worst(self) -> float:
-        """Nothing slower will be listed."""
-        best = sorted(outcome.step_time_s for outcome in self.best.values())
-        return best[self.top_k - 1] if len(best) >= self.top_k else float("inf")
-
-    def consider(self, group: Group, order: Order) -> None:
-        key = (group.layout, group.recompute)
-        outcome = self.simulate(group, order)
-        if outcome is None:
-            self.refuse(Refusal(*key, "memory"))
-        elif outcome.peak_bytes > self.limit:
-            self.refuse(
-                Refusal(*key, "memory", outcome.peak_bytes, step_time_s=outcome.step_time_s)
-            )
-        elif group.recompute.policy == "optimal" and not outcome.recomputes:
-            self.refuse(Refusal(*key, "same", step_time_s=outcome.step_time_s))
-        else:
-            before = self.best.get(key)
-            if before is None or rank_key(outcome) < rank_key(before):
-                self.best[key] = outcome
-
-    def simulate(self, group: Group, order: Order) -> Outcome | None:
-        self.num_simulated += 1
-        outcome = fitted(self.problem, self.space, group, order)
-        if outcome is not None:
-            self.known.append(outcome)
-        return outcome
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Keeps the reason that says most."""
-        where = (refusal.layout, refusal.recompute)
-        before = self.refused.get(where)
-        key = (not refusal.exact, *_refusal_key(refusal))
-        if before is None or key < (not before.exact, *_refusal_key(before)):
-            self.refused[where] = refusal
-
-
 def _key(outcome: Outcome) -> _Key:
-    return outcome.candidate.layout, outcome.candidate.recompute
+    return outcome.group.layout, outcome.group.recompute
 
 
-def _rejected(refusals: Iterable[Refusal], smallest: Outcome | None) -> Rejected:
-    count = Counter(refusal.reason for refusal in refusals)
-    rejected = Rejected(memory=count["memory"], slower=count["slower"], dominated=count["same"])
-    if smallest is not None:
-        rejected.nearest = (smallest.peak_bytes, smallest.candidate)
-    return rejected
-
-
-def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
+def _fits_first(refusal: Refusal) -> tuple[object, ...]:
     """What fits before what does not; the fastest, or what needs least, first."""
     never = float("inf")
     return (
@@ -248,6 +157,10 @@ def _refusal_key(refusal: Refusal) -> tuple[object, ...]:
         refusal.layout.microbatch_size,
         refusal.recompute.policy,
     )
+
+
+def _says_most(refusal: Refusal) -> tuple[object, ...]:
+    return (not refusal.exact, *_fits_first(refusal))
 
 
 # ----------------------------------------------------------------------------------------- longest

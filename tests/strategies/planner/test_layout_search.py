@@ -22,7 +22,6 @@ from strategies.planner.outcome import (
     evaluate,
     least_bytes,
     least_time,
-    plan_of,
     program_of,
     program_step,
 )
@@ -109,16 +108,7 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                         least = max(group.least_bytes, least_bytes(asked, group, order))
                         assert max(held) >= least, group.candidate(order)
                         if max(held) <= limit:
-                            found.append(
-                                Outcome(
-                                    group.candidate(order),
-                                    plan_of(group, order),
-                                    time,
-                                    held,
-                                    group.bound,
-                                    group,
-                                )
-                            )
+                            found.append(Outcome(group, order, time, held))
     return sorted(found, key=rank_key)
 
 

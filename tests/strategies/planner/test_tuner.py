@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strategies.plan import Recompute
 from strategies.planner.layout_search import rank_key
 from strategies.planner.problem import Problem
 from strategies.planner.space import Space
-from strategies.planner.tuner import POLICIES, candidates, longest, simulated, tune
+from strategies.planner.tuner import POLICIES, candidates, longest, nearest, simulated, tune
 from tests.strategies.planner.models import problem
 
 
@@ -64,8 +65,9 @@ def test_what_needs_least_is_named_where_nothing_fits():
     assert found.plans == ()
     everything = [simulated(asked, group, order) for group, order in candidates(asked, space())
                   if group.recompute.policy != "optimal"]  # fmt: skip
-    assert found.smallest.peak_bytes == min(outcome.peak_bytes for outcome in everything)
-    assert found.plain.candidate.recompute.policy == "none"
+    smallest = nearest(asked, space())
+    assert smallest[0].peak_bytes == min(outcome.peak_bytes for outcome in everything)
+    assert len(smallest) == len(everything)
     assert {refusal.reason for refusal in found.refusals} == {"memory"}
 
 
@@ -73,6 +75,14 @@ def test_a_pinned_policy_is_the_only_one():
     found = tune(problem(4), space(recompute=POLICIES[-1]), top_k=9)
     assert {plan.candidate.recompute.policy for plan in found.plans} == {"full"}
     assert {plan.candidate.layout.microbatch_size for plan in found.plans} == {1, 2, 4, 8}
+
+
+def test_a_pinned_policy_that_has_nothing_to_recompute_is_listed():
+    """Free, it is refused as the same as no recomputation; pinned, it is what was asked for."""
+    optimal = space(recompute=Recompute("optimal"))
+    (best,) = tune(problem(4), optimal, top_k=1).plans
+    assert best.candidate.recompute.policy == "optimal"
+    assert not best.recomputes
 
 
 @given(st.integers(-5, 300), st.integers(1, 250), st.integers(1, 9))
