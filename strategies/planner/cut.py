@@ -8,15 +8,15 @@ one stage per rank. With more, what a rank takes in all is evened out by moving 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from strategies.errors import PlanError
 
-# Sums of the same figures in another order: closer is equal.
-_SAME = 1e-9
+SAME = 1e-9
+"""Sums of the same figures in another order: closer is equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class Room:
     activation: tuple[float, ...]
     held: tuple[float, ...]
     limits: tuple[float, ...]
+
+    def sums(self, held: float) -> list[float]:
+        """Bytes that the first units take, where so many microbatches are held."""
+        each = (s + held * a for s, a in zip(self.state, self.activation, strict=True))
+        return [0.0, *accumulate(each)]
 
     def holds(self, units: Sequence[int]) -> bool:
         taken = zip(self.taken(units), self.limits, strict=True)
@@ -79,7 +84,7 @@ def cut_chain(
     if limit is None:
         return None
     sums = extents.sums
-    limit = max(limit, balance_ratio * sums[-1] / num_stages * (1 + _SAME))
+    limit = max(limit, balance_ratio * sums[-1] / num_stages * (1 + SAME))
     first, last = extents.possible_ends(limit)
     crossing = [0.0] * (count + 1) if sent is None else [0.0, *map(float, sent)]
     best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
@@ -89,11 +94,7 @@ def cut_chain(
         chosen: dict[int, int] = {}
         for end in range(first[stage], last[stage] + 1):
             behind = crossing[end] if end < count and stage < num_stages - 1 else 0.0
-            for start in range(end - min_units, -1, -1):
-                if sums[end] - sums[start] > limit:
-                    break
-                if room is not None and not extents.fits(stage, start, end, limit):
-                    break
+            for start in range(end - min_units, extents.earliest(stage, end, limit) - 1, -1):
                 before = best.get(start)
                 if before is not None:
                     bytes_sent = before[0] + (behind if end > start else 0.0)
@@ -161,16 +162,12 @@ class _Extents:
         self.count = len(times)
         self.num_stages = num_stages
         self.min_units = min_units
-        self._room = room
-        self._by_held: dict[float, list[float]] = {}
-
-    def _bytes(self, room: Room, stage: int) -> list[float]:
-        """Sums over units, for a stage that holds so many microbatches."""
-        held = room.held[stage]
-        if held not in self._by_held:
-            each = (s + held * a for s, a in zip(room.state, room.activation, strict=True))
-            self._by_held[held] = [0.0, *accumulate(each)]
-        return self._by_held[held]
+        # Per stage, sums of what is limited besides time, and how much of it.
+        self._beside: list[tuple[tuple[list[float], float], ...]] = [()] * num_stages
+        if room is not None:
+            by_held = {held: room.sums(held) for held in {*room.held}}
+            limited = zip(room.held, room.limits, strict=True)
+            self._beside = [((by_held[held], limit),) for held, limit in limited]
 
     def smallest_limit(self) -> float | None:
         sums = self.sums
@@ -178,7 +175,7 @@ class _Extents:
         if self._edges(high)[-1] < self.count:
             return None
         low = max(high / self.num_stages, max(b - a for a, b in pairwise(sums)))
-        while high > low * (1 + _SAME):
+        while high > low * (1 + SAME):
             middle = (low + high) / 2
             edges = self._edges(middle)
             if edges[-1] < self.count:
@@ -186,29 +183,34 @@ class _Extents:
             else:
                 # What this cut really needs is a limit that some stage has exactly.
                 high = max([sums[end] - sums[start] for start, end in pairwise(edges)])
-        return high * (1 + _SAME)
+        return high * (1 + SAME)
 
-    def fits(self, stage: int, start: int, end: int, limit: float) -> bool:
-        if self.sums[end] - self.sums[start] > limit:
-            return False
-        if self._room is None:
-            return True
-        sums = self._bytes(self._room, stage)
-        return sums[end] - sums[start] <= self._room.limits[stage]
+    def latest(self, stage: int, start: int, limit: float) -> int:
+        """Where a stage that begins there ends at the latest."""
+        end = bisect_right(self.sums, self.sums[start] + limit, start)
+        for sums, most in self._beside[stage]:
+            end = min(end, bisect_right(sums, sums[start] + most, start))
+        return max(end - 1, start)
+
+    def earliest(self, stage: int, end: int, limit: float) -> int:
+        """Where a stage that ends there begins at the earliest: the other side of ``latest``."""
+        each = ((self.sums, limit), *self._beside[stage])
+        return max(
+            bisect_left(sums, sums[end], hi=end, key=lambda before: before + most)
+            for sums, most in each
+        )
 
     def possible_ends(self, limit: float) -> tuple[list[int], list[int]]:
         """Per stage the least and the largest end that leave all other stages a way."""
-        last = []
+        least = self.min_units
+        first, last = [self.count] * self.num_stages, []
         end = 0
         for stage in range(self.num_stages):
-            end = self._furthest(stage, end, limit)
-            last.append(min(end, self.count - (self.num_stages - 1 - stage) * self.min_units))
-        first = [self.count] * self.num_stages
+            end = self.latest(stage, end, limit)
+            last.append(min(end, self.count - (self.num_stages - 1 - stage) * least))
         for stage in range(self.num_stages - 2, -1, -1):
-            start = first[stage + 1]
-            while start > 0 and self.fits(stage + 1, start - 1, first[stage + 1], limit):
-                start -= 1
-            first[stage] = max(start, (stage + 1) * self.min_units)
+            start = self.earliest(stage + 1, first[stage + 1], limit)
+            first[stage] = max(start, (stage + 1) * least)
         return first, last
 
     def _next_limit(self, edges: list[int]) -> float:
@@ -218,53 +220,14 @@ class _Extents:
 
     def _edges(self, limit: float) -> list[int]:
         """The cut that fills each stage as far as it goes, as far as all have units."""
-        edges = [0]
-        if self._room is None:
-            return self._even_edges(limit)
+        edges, most = [0], self.count - (self.num_stages - 1) * self.min_units
         for stage in range(self.num_stages):
-            further = self._furthest(stage, edges[-1], limit)
-            most = self.count - (self.num_stages - 1 - stage) * self.min_units
-            edges.append(min(further, most))
-            if edges[-1] < edges[-2] + self.min_units:
-                return edges
+            start = edges[-1]
+            edges.append(min(self.latest(stage, start, limit), most))
+            if edges[-1] < start + self.min_units:
+                break
+            most += self.min_units
         return edges
-
-    def _even_edges(self, limit: float) -> list[int]:
-        """The same by time alone, which a bisection asks for thousands of times."""
-        times, count, start = self.sums, self.count, 0
-        edges, most = [0], count - (self.num_stages - 1) * self.min_units
-        for _ in range(self.num_stages):
-            begun = times[start]
-            end = bisect_right(times, begun + limit, start) - 1
-            # The sum may round across the limit where the difference does not.
-            while end > start and times[end] - begun > limit:
-                end -= 1
-            while end < count and times[end + 1] - begun <= limit:
-                end += 1
-            end = min(max(end, start), most)
-            edges.append(end)
-            if end < start + self.min_units:
-                return edges
-            start, most = end, most + self.min_units
-        return edges
-
-    def _furthest(self, stage: int, start: int, limit: float) -> int:
-        times = self.sums
-        end = bisect_right(times, times[start] + limit, start) - 1
-        if self._room is None:
-            # The sum may round across the limit where the difference does not.
-            while end > start and times[end] - times[start] > limit:
-                end -= 1
-            while end < self.count and times[end + 1] - times[start] <= limit:
-                end += 1
-            return max(end, start)
-        sums = self._bytes(self._room, stage)
-        end = min(end, bisect_right(sums, sums[start] + self._room.limits[stage], start) - 1)
-        while end > start and not self.fits(stage, start, end, limit):
-            end -= 1
-        while end < self.count and self.fits(stage, start, end + 1, limit):
-            end += 1
-        return max(end, start)
 
 
 # ------------------------------------------------------------------------------------- unit ranges

@@ -22,6 +22,7 @@ from itertools import count
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
+from strategies.planner.cut import SAME
 from strategies.planner.group import Group, Sketch, expected_bytes, groups_of, sketches, under
 from strategies.planner.outcome import (
     Outcome,
@@ -41,9 +42,6 @@ from strategies.planner.space import LEANER, Space, degrees, expert_degrees, lay
 from strategies.planner.step_bound import ideal_time
 
 _SHORT = 4096  # Instructions of what is compiled in a fraction of a second.
-
-SAME = 1e-9
-"""Bounds and times are sums of the same figures in another order: closer is equal."""
 
 
 @dataclass(slots=True)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import NO_RECOMPUTE, Recompute
+from strategies.planner.cut import SAME
 from strategies.planner.group import Group, cut_again, groups
-from strategies.planner.layout_search import SAME, Answer, Rejected, rank_key
+from strategies.planner.layout_search import Answer, Rejected, rank_key
 from strategies.planner.outcome import Outcome, Refusal, evaluate
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
