@@ -23,7 +23,7 @@ from strategies.lowering.send_recv import add_messages, order_messages
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.recompute.optimal import recompute_within
 from strategies.plan import Plan, Recompute
-from strategies.planner.quick_walk import build_structure, step_time
+from strategies.planner.quick_walk import flatten, lists_of, step_time
 from strategies.schedules import SCHEDULES
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.lanes import lanes_of
@@ -101,7 +101,7 @@ def _quick_walk(ranks: int, microbatches: int) -> Calls:
     plan = Plan("1f1b", ranks, microbatches, costs=COSTS, buckets=1)
 
     def quick() -> None:
-        structure = build_structure(plan)
+        structure = flatten(lists_of(plan))
         table = replace(COSTS.table(structure.draft), reduce=((4.0 / ranks,),) * ranks)
         step_time(structure, table, overlap=True)
 

@@ -79,8 +79,6 @@ class FoundPlan:
         tp: Ranks.
         layers: One row per pattern; a layer that no row names is replicated. No two rows name
             the same layer.
-        divided: (pattern of a module's name, attribute) of whole numbers that its code shapes
-            values by, and that are divided by ``tp`` while layers are cut: ``num_heads``.
         rows: Of the microbatch that was priced.
         seconds: Of a rank in a microbatch, forward and backward, messages included.
         seconds_whole: The same at tp=1.
@@ -93,7 +91,6 @@ class FoundPlan:
 
     tp: int
     layers: tuple[LayerShare, ...]
-    divided: tuple[tuple[str, str], ...] = ()
     rows: int = 1
     seconds: float = 0.0
     seconds_whole: float = 0.0
@@ -133,14 +130,12 @@ def plan_from_json(content: Mapping[str, Any]) -> FoundPlan:
     """
     try:
         layers = tuple(LayerShare(**entry) for entry in content["layers"])
-        divided = tuple((str(pattern), str(own)) for pattern, own in content["divided"])
         unknown = tuple((str(op), str(at), float(cost)) for op, at, cost in content["unknown"])
         reasons = tuple(map(str, content["reasons"]))
         found = FoundPlan(
             **{
                 **content,
                 "layers": layers,
-                "divided": divided,
                 "unknown": unknown,
                 "reasons": reasons,
             }

@@ -151,23 +151,11 @@ class Structure:
         return 2 * len(self.steps) + rank * self.placement.num_stages + stage
 
 
-def build_structure(plan: Plan) -> Structure:
-    """Orders and walks a plan.
-
-    ``recompute`` counts, ``overlap`` and ``buckets`` do not.
-
-    Raises:
-        PlanError: The plan breaks a rule of its schedule.
-        ProgramError: Its lists cannot run.
-    """
-    return flatten(lists_of(plan))
-
-
 def lists_of(plan: Plan) -> Program:
     """A plan's compute lists without a check.
 
     Raises:
-        PlanError: As ``build_structure``.
+        PlanError: The plan breaks a rule of its schedule.
     """
     recompute = plan.recompute
     bare = replace(plan, recompute=NO_RECOMPUTE) if recompute.rewrites else plan

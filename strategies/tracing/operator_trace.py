@@ -8,7 +8,6 @@ follows can take it so, or not. States that nobody takes are dropped in the end.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from strategies.planner.shardings.operators import (
 )
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.sharding_plan import FoundPlan
+from strategies.sharding_plan import FoundPlan, matches
 from strategies.tracing.operator_run import (
     LayerCall,
     OperatorCall,
@@ -345,6 +344,5 @@ def styles_by_hand(module: nn.Module) -> dict[str, str] | None:
     names = [name for name, _ in module.named_modules() if name]
     for pattern, given in given_plan.items():
         style = words.get(type(read_style(pattern, given)), "replicated")
-        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        found.update({name: style for name in names if expression.fullmatch(name)})
+        found.update({name: style for name in names if matches(pattern, name)})
     return found

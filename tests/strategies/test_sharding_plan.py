@@ -13,7 +13,6 @@ PLAN = FoundPlan(
         LayerShare("layers.*.query", "column", "linear", 0, block=64, whole_output=False, count=4),
         LayerShare("head", "vocabulary", "linear", 0),
     ),
-    divided=(("layers.*", "num_heads"),),
     unknown=(("aten.sort", "layers.0", 1e-3),),
 )
 

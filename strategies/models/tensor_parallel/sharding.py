@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from strategies.models.tensor_parallel.sharded_layers import (
     VocabularyShare,
 )
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.sharding_plan import matches
 
 
 class Sharding:
@@ -56,8 +56,7 @@ class Sharding:
         names = [name for name, _ in module.named_modules() if name]
         for pattern, given in plan().items():
             style = read_style(pattern, given)
-            expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-            found = [name for name in names if expression.fullmatch(name)]
+            found = [name for name in names if matches(pattern, name)]
             if not found:
                 raise ModelError(
                     f"tensor_parallel_plan() names {pattern!r}, and {type(module).__name__} has no "

@@ -20,7 +20,7 @@ from strategies.planner.holdings import (
     rank_memory,
     shortened,
 )
-from strategies.planner.quick_walk import build_structure, step_time
+from strategies.planner.quick_walk import flatten, lists_of, step_time
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
 from tests.strategies.planner.models import MACHINE
@@ -69,7 +69,7 @@ def test_times_and_bytes_are_those_of_the_compiled_program(
     if programs.choice is not None:
         plan = replace(plan, group=programs.choice.group)
     timeline = simulate(programs.train, costs)
-    structure = build_structure(plan)
+    structure = flatten(lists_of(plan))
     shared = frozenset(range(stages)) if overlap == "zero1" else frozenset()
     table = costs.table_for(structure.draft, buckets, shared)
     times = step_time(structure, table, overlap=overlap != "none")
@@ -114,7 +114,7 @@ def test_a_few_rounds_tell_what_ranks_hold(name, pp, microbatches, stages_per_ra
     bounds = bytes_between(build_holdings(plan), table.memory)
     least, most = (max(each) for each in zip(*bounds, strict=True))
     assert least <= max(exact) <= most
-    times = step_time(build_structure(plan), table, overlap=False)
+    times = step_time(flatten(lists_of(plan)), table, overlap=False)
     timeline = simulate(program, costs)
     assert times.makespan == pytest.approx(timeline.makespan, rel=1e-12)
     assert times.period == pytest.approx(timeline.period, rel=1e-12)
