@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from strategies import UniformCosts, compile_program, simulate
-from strategies.compiler import compile_compute, compile_plan, order_compute
+from strategies.compiler import compile_compute, compile_plan
 from strategies.heartbeat import PAGE, STATE, WAITING, Heartbeat, new_page
 from strategies.ir.kinds import MESSAGE_KINDS
 from strategies.lowering.send_recv import add_messages, order_messages
@@ -25,10 +25,6 @@ from strategies.passes.recompute.optimal import recompute_within
 from strategies.plan import Plan, Recompute
 from strategies.planner.quick_walk import flatten, lists_of, step_time
 from strategies.schedules import SCHEDULES
-from strategies.schedules.schedule import Durations
-from strategies.schedules.search.lanes import lanes_of
-from strategies.schedules.search.lanes import replay as replay_lanes
-from strategies.schedules.search.weight_gaps import makespan
 from strategies.simulator.engine import replay
 
 COSTS = UniformCosts(grad_reduce=4, p2p=0.1)
@@ -67,36 +63,14 @@ def simulator(*, ranks: int, microbatches: int, repetitions: int) -> None:
         f"1f1b {size}: {sum(map(len, program.ranks))} instructions, compiled in "
         f"{compiled_ms:.0f} ms, simulate() {took:.2f} ms (median of {repetitions})\n"
     )
-    faster = {
-        f"lanes.replay, zb_v pp={ranks // 2} num_microbatches={microbatches}": _lanes(
-            ranks // 2, microbatches
-        ),
-        f"quick_walk, 1f1b {size}": _quick_walk(ranks, microbatches),
-    }
-    for what, (quick, whole) in faster.items():
-        sys.stdout.write(
-            f"{what}: {median_ms(quick, repetitions):.2f} ms instead of "
-            f"{median_ms(whole, repetitions):.2f}\n"
-        )
-
-
-Calls = tuple[Callable[[], object], Callable[[], object]]
-
-
-def _lanes(ranks: int, microbatches: int) -> Calls:
-    """An order of F, I and W as numbers, or as a program."""
-    program = order_compute(Plan("zb_v", ranks, microbatches, costs=COSTS))
-    ones = (1.0,) * program.placement.num_stages
-    durations = Durations(ones, ones, ones, latency=0.1)
-    lanes = lanes_of(program.placement, program.num_microbatches)
-    rows = lanes.steps(program.ranks)
-    return (
-        lambda: replay_lanes(lanes, durations, rows),
-        lambda: makespan(program.with_ranks(lanes.rows(rows)), durations),
+    quick, whole = _quick_walk(ranks, microbatches)
+    sys.stdout.write(
+        f"quick_walk, 1f1b {size}: {median_ms(quick, repetitions):.2f} ms instead of "
+        f"{median_ms(whole, repetitions):.2f}\n"
     )
 
 
-def _quick_walk(ranks: int, microbatches: int) -> Calls:
+def _quick_walk(ranks: int, microbatches: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """A new plan's step time: of its order, or of its verified program."""
     plan = Plan("1f1b", ranks, microbatches, costs=COSTS, buckets=1)
 

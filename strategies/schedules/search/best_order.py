@@ -8,25 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import lru_cache
+from itertools import chain as chained
+from itertools import pairwise, product
 
-from strategies.ir.program import Placement
+from strategies.ir.program import Placement, Program, chain
 from strategies.schedules.schedule import Durations, Rows, Shape
-from strategies.schedules.search.greedy import Guide, Policy, walk
-from strategies.schedules.search.lanes import (
-    F,
-    I,
-    Lanes,
-    Replay,
-    StepRows,
-    lanes_of,
-    next_of,
-    replay,
-)
+from strategies.schedules.search.greedy import Guide, Policy, Walked, walk
+from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, lanes_of, next_of
+from strategies.schedules.search.weight_gaps import order_times
 
 Recipe = Callable[[Lanes, Durations], Policy]
-Goal = Callable[[Replay], tuple[float, float]]
+Goal = Callable[[Walked], tuple[float, float]]
+Regular = Callable[[int, int], Rows]  # of P and M
 
 # As ``Policy.spare``: forwards never fill idle time, because no cap leaves so much free.
 NEVER = 1_000_000
@@ -38,11 +32,11 @@ _TRIAL_ROUNDS = 3
 _FINALISTS = 3
 
 
-def by_makespan(times: Replay) -> tuple[float, float]:
+def by_makespan(times: Walked) -> tuple[float, float]:
     return times.makespan, times.period
 
 
-def by_period(times: Replay) -> tuple[float, float]:
+def by_period(times: Walked) -> tuple[float, float]:
     """Period first, then makespan: for schedules whose gain is that no rank idles in its step."""
     return times.period, times.makespan
 
@@ -59,7 +53,7 @@ def best_order(
     durations: Durations,
     *,
     caps: tuple[int, ...],
-    regular: Callable[[int], Rows],
+    regular: Regular,
     recipes: tuple[Recipe, ...],
     goal: Goal,
 ) -> Rows:
@@ -70,16 +64,19 @@ def best_order(
     added. ``goal`` is what is to be small.
     """
     lanes = lanes_of(placement, num_microbatches)
-    steps = lanes.steps(regular(num_microbatches))
+    program = _program(placement, num_microbatches, regular)
+    start, end = order_times(program, durations)
+    period = max(end[high - 1] - start[low] for low, high in pairwise(program.graph.offsets))
+    known = Walked(lanes.steps(program.ranks), max(end), period)
     recipes = (*_following(placement, regular), *recipes)
-    orders = [steps, *_finalists(placement, lanes, durations, caps, recipes, goal)]
-    return lanes.rows(_best(orders, lanes, durations, goal))
+    orders = [known, *_finalists(placement, lanes, durations, caps, recipes, goal)]
+    return lanes.rows(_best(orders, durations, goal))
 
 
 def regular_or_best(
     shape: Shape,
     placement: Placement,
-    regular: Callable[[int, int], Rows],
+    regular: Regular,
     *,
     least: int = 1,
     cap: int,
@@ -88,7 +85,7 @@ def regular_or_best(
 ) -> Rows:
     """The regular order for equal costs and M >= ``least``, else the best one found.
 
-    ``regular`` takes P and M; ``cap`` is that of every rank, else as for ``best_order``.
+    ``cap`` is that of every rank, else as for ``best_order``.
     """
     pp, num_microbatches = shape.pp, shape.num_microbatches
     equal = shape.durations is None or shape.durations.equal
@@ -99,7 +96,7 @@ def regular_or_best(
         num_microbatches,
         shape.durations or equal_durations(placement),
         caps=(cap,) * pp,
-        regular=partial(regular, pp),
+        regular=regular,
         recipes=recipes,
         goal=goal,
     )
@@ -117,7 +114,7 @@ def generated_order(
     """The best order of the recipes; arguments as for ``best_order``."""
     lanes = lanes_of(placement, num_microbatches)
     orders = _finalists(placement, lanes, durations, caps, recipes, goal)
-    return lanes.rows(_best(orders, lanes, durations, goal))
+    return lanes.rows(_best(orders, durations, goal))
 
 
 def regular_order(
@@ -152,24 +149,36 @@ def blocks(
     return tuple(recipe(*choice) for choice in product(hops, turns, spares, patiences))
 
 
-def _following(placement: Placement, regular: Callable[[int], Rows]) -> list[Recipe]:
+def _following(placement: Placement, regular: Regular) -> list[Recipe]:
     """Recipes for the regular order of F and I, by its times under equal costs, W where idle."""
-    guides: dict[int, Guide] = {}
-
-    def guide(lanes: Lanes) -> Guide:
-        if lanes.num_microbatches not in guides:
-            steps = lanes.steps(regular(lanes.num_microbatches))
-            times = replay(lanes, equal_durations(placement), steps)
-            guides[lanes.num_microbatches] = Guide(times.forward, times.backward)
-        return guides[lanes.num_microbatches]
 
     def recipe(spare: int, patience: float) -> Recipe:
         def make(lanes: Lanes, durations: Durations) -> Policy:
-            return Policy(guide(lanes), spare, patience)
+            return Policy(_guide(placement, lanes.num_microbatches, regular), spare, patience)
 
         return make
 
     return [recipe(*choice) for choice in product((0, 2, NEVER), (0.0, 0.5, 1.0))]
+
+
+@lru_cache(maxsize=64)
+def _guide(placement: Placement, num_microbatches: int, regular: Regular) -> Guide:
+    lanes = lanes_of(placement, num_microbatches)
+    program = _program(placement, num_microbatches, regular)
+    start, _ = order_times(program, equal_durations(placement))
+    begun = [[[0.0] * size for size in lanes.size] for _ in (F, I, W)]
+    steps = chained.from_iterable(lanes.steps(program.ranks))
+    for (kind, lane, index), time in zip(steps, start, strict=True):
+        begun[kind][lane][index] = time
+    forward, backward, _ = (tuple(map(tuple, each)) for each in begun)
+    return Guide(forward, backward)
+
+
+@lru_cache(maxsize=16)
+def _program(placement: Placement, num_microbatches: int, regular: Regular) -> Program:
+    """Searches for several costs time one order."""
+    rows = regular(placement.num_ranks, num_microbatches)
+    return Program("regular", placement, num_microbatches, rows, chain(placement.num_stages))
 
 
 def _finalists(
@@ -179,24 +188,24 @@ def _finalists(
     caps: tuple[int, ...],
     recipes: tuple[Recipe, ...],
     goal: Goal,
-) -> list[StepRows]:
+) -> list[Walked]:
     trial = min(lanes.num_microbatches, _TRIAL_ROUNDS * placement.num_ranks)
     short = lanes_of(placement, trial)
     left = _BUDGET - 3 * sum(lanes.size) * _FINALISTS
     affordable = max(_FINALISTS, left // (3 * sum(short.size)))
 
-    def walked(recipe: Recipe, lanes: Lanes) -> StepRows:
+    def walked(recipe: Recipe, lanes: Lanes) -> Walked:
         return walk(lanes, durations, caps=caps, policy=recipe(lanes, durations))
 
     tried = [
-        (_rounded(goal(replay(short, durations, walked(recipe, short))), durations), number)
+        (_rounded(goal(walked(recipe, short)), durations), number)
         for number, recipe in enumerate(recipes[:affordable])
     ]
     return [walked(recipes[number], lanes) for _, number in sorted(tried)[:_FINALISTS]]
 
 
-def _best(orders: list[StepRows], lanes: Lanes, durations: Durations, goal: Goal) -> StepRows:
-    return min(orders, key=lambda o: _rounded(goal(replay(lanes, durations, o)), durations))
+def _best(orders: list[Walked], durations: Durations, goal: Goal) -> StepRows:
+    return min(orders, key=lambda order: _rounded(goal(order), durations)).steps
 
 
 def _rounded(figures: tuple[float, float], durations: Durations) -> tuple[float, float]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import sub
+from typing import NamedTuple
 
 from strategies.ir.program import Placement
 from strategies.schedules.schedule import Durations, Rows
@@ -62,6 +64,19 @@ class Policy:
     patience: float = 0.0
 
 
+class Walked(NamedTuple):
+    """An order and its times, in the unit of the durations.
+
+    Attributes:
+        makespan: First start to last end.
+        period: Max over ranks of (end - start).
+    """
+
+    steps: StepRows
+    makespan: float
+    period: float
+
+
 def generate(
     placement: Placement,
     num_microbatches: int,
@@ -76,11 +91,11 @@ def generate(
     each of its stages; ``policy`` decides about speed only.
     """
     lanes = lanes_of(placement, num_microbatches)
-    return lanes.rows(walk(lanes, durations, caps=caps, policy=policy))
+    return lanes.rows(walk(lanes, durations, caps=caps, policy=policy).steps)
 
 
-def walk(lanes: Lanes, durations: Durations, *, caps: tuple[int, ...], policy: Policy) -> StepRows:
-    """Like ``generate``, without instructions."""
+def walk(lanes: Lanes, durations: Durations, *, caps: tuple[int, ...], policy: Policy) -> Walked:
+    """Like ``generate``, without instructions; nothing could start earlier than it does here."""
     assert all(cap >= len(own) for cap, own in zip(caps, lanes.of_rank, strict=True))
     return _Walk(lanes, durations, caps, policy).run()
 
@@ -104,12 +119,13 @@ class _Walk:
         self.done = [[0] * len(lanes.rank) for _ in (F, I, W)]
         self.held = [0] * len(caps)
         self.from_last = [own[::-1] for own in lanes.of_rank]
+        self.began = [0.0] * len(caps)
         self.busy_until = [0.0] * len(caps)
         self.rows: StepRows = [[] for _ in caps]
         # Set when every rank waits for what another cannot run: guides may ask for the impossible.
         self.stalled = False
 
-    def run(self) -> StepRows:
+    def run(self) -> Walked:
         left = 3 * sum(self.lanes.size)
         events = [(0.0, rank) for rank in range(len(self.caps))]
         stalled_with = -1
@@ -128,7 +144,8 @@ class _Walk:
                 self.start(events, kind, lane, now)
             elif later < _NEVER:
                 heappush(events, (later, rank))
-        return self.rows
+        spans = map(sub, self.busy_until, self.began)
+        return Walked(self.rows, max(self.busy_until), max(spans))
 
     def choose(self, rank: int, now: float) -> tuple[int, int, float]:
         """(kind, lane, -) of what to run now, or (-1, -1, when to ask again)."""
@@ -183,6 +200,8 @@ class _Walk:
     def start(self, events: list[tuple[float, int]], kind: int, lane: int, now: float) -> None:
         rank, index = self.lanes.rank[lane], self.done[kind][lane]
         end = now + self.took[kind][lane]
+        if not self.rows[rank]:
+            self.began[rank] = now
         self.rows[rank].append((kind, lane, index))
         self.done[kind][lane] += 1
         self.busy_until[rank] = end

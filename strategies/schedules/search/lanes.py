@@ -1,7 +1,7 @@
-"""A placement as lanes, the form in which orders are generated and timed.
+"""A placement as lanes, the form in which orders are generated.
 
 A lane is one stage of one weight copy: it lies on one rank, and its microbatches run in ascending
-order. Numbers instead of instructions, because a search times hundreds of orders.
+order. Numbers instead of instructions, because a search makes hundreds of orders.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Placement
-from strategies.schedules.schedule import Durations, Rows
+from strategies.schedules.schedule import Rows
 
 F, I, W = range(3)  # noqa: E741
 _KINDS = (Kind.F, Kind.I, Kind.W)
@@ -77,81 +77,6 @@ def lanes_of(placement: Placement, num_microbatches: int) -> Lanes:
         for r in range(placement.num_ranks)
     )
     return Lanes(rank, stage, size, of_rank, placement.num_stages, copies)
-
-
-# ------------------------------------------------------------------------------------------ replay
-# When the instructions of an order run under given durations: what a search compares orders by.
-#
-# The same model as the simulator's (a message takes its latency and no more, sends are buffered),
-# without messages, reductions or optimizer steps, and for split backwards only: 1.5 ms instead of
-# 47 for 6,144 instructions as a program (benchmarks/micro.py), hundreds of
-# times in a search. tests/strategies/schedules/search/test_lanes.py holds it to the simulator.
-
-_UNKNOWN = -1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Times of an order, in the unit of the durations.
-
-    Attributes:
-        makespan: First start to last end.
-        period: Max over ranks of (end - start).
-        forward: When each F began, per lane and index.
-        backward: When each I began, per lane and index.
-    """
-
-    makespan: float
-    period: float
-    forward: tuple[tuple[float, ...], ...]
-    backward: tuple[tuple[float, ...], ...]
-
-
-def replay(lanes: Lanes, durations: Durations, rows: StepRows) -> Replay:
-    """Runs the lists of all ranks, each instruction as early as it can."""
-    parts = (durations.forward, durations.backward_input, durations.backward_weight)
-    took = [[part[stage] for stage in lanes.stage] for part in parts]
-    goes_to = routes(lanes)
-    # When the input of the next instruction is there, per kind, lane and index; then its start.
-    times = first_arrivals(lanes, _UNKNOWN)
-    position = [0] * len(rows)
-    now = [0.0] * len(rows)
-    first = [_UNKNOWN] * len(rows)
-    ready = list(range(len(rows)))
-    while ready:
-        rank = ready.pop()
-        row, place, time = rows[rank], position[rank], now[rank]
-        while place < len(row):
-            kind, lane, index = row[place]
-            if kind == W:
-                time += took[W][lane]
-                place += 1
-                continue
-            there = times[kind][lane][index]
-            if there < 0.0:
-                break
-            if there > time:
-                time = there
-            times[kind][lane][index] = time
-            if place == 0:
-                first[rank] = time
-            time += took[kind][lane]
-            place += 1
-            target, direction = goes_to[kind][lane]
-            if target >= 0:
-                if lanes.rank[target] == rank:
-                    times[direction][target][index] = time
-                else:
-                    times[direction][target][index] = time + durations.latency
-                    ready.append(lanes.rank[target])
-        position[rank], now[rank] = place, time
-    assert all(place == len(row) for place, row in zip(position, rows, strict=True))
-    return Replay(
-        max(now),
-        max(end - start for start, end in zip(first, now, strict=True)),
-        tuple(map(tuple, times[F])),
-        tuple(map(tuple, times[I])),
-    )
 
 
 def routes(lanes: Lanes) -> list[list[tuple[int, int]]]:

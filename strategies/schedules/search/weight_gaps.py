@@ -160,16 +160,20 @@ class _Filler:
 # When the instructions of a program without messages end: what generators compare programs by.
 #
 # The simulator's model, for programs that are not lowered: lists in order, a message leaves when
-# its value is there and arrives ``latency`` later. Knows any program; ``lanes.py`` is for split
-# orders that a search makes by the thousand.
+# its value is there and arrives ``latency`` later.
 
 
 def makespan(program: Program, durations: Durations) -> float:
     """When the last instruction of a program without messages and updates ends."""
+    return max(order_times(program, durations)[1], default=0.0)
+
+
+def order_times(program: Program, durations: Durations) -> tuple[list[float], list[float]]:
+    """Start and end of every node of such a program."""
     graph = program.graph
     took = [duration(item, durations) for item in graph.nodes]
     known = [arrivals(graph, node, durations) for node in range(len(graph.nodes))]
-    return max(compute_times(program, took, known)[1], default=0.0)
+    return compute_times(program, took, known)
 
 
 def duration(item: Instruction, durations: Durations) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from strategies.lowering.send_recv import add_messages
 from strategies.passes.updates import add_steps
 from strategies.schedules import SCHEDULES
 from strategies.schedules.schedule import Durations, Rows
-from strategies.schedules.search.lanes import lanes_of, replay
+from strategies.schedules.search.weight_gaps import order_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,11 @@ def timed(
 def figures_of(
     placement: Placement, num_microbatches: int, rows: Rows, durations: Durations
 ) -> tuple[float, float]:
-    """(makespan, period), without a program."""
-    lanes = lanes_of(placement, num_microbatches)
-    times = replay(lanes, durations, lanes.steps(rows))
-    return times.makespan, times.period
+    """(makespan, period), without messages."""
+    program = Program("timed", placement, num_microbatches, rows, chain(placement.num_stages))
+    start, end = order_times(program, durations)
+    spans = pairwise(program.graph.offsets)
+    return max(end), max(end[high - 1] - start[low] for low, high in spans)
 
 
 @st.composite

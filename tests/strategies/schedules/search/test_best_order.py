@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,17 +138,16 @@ def test_the_compiler_hands_the_runs_costs_to_the_schedule(name):
 def test_the_regular_order_wins_a_tie():
     """Zero bubble at equal costs: nothing can be better, many are as good."""
     placement = loop(4, 1)
-    regular = partial(zb_h2._regular, 4)
     rows = best_order(
         placement,
         8,
         equal_durations(placement),
         caps=(7,) * 4,
-        regular=regular,
+        regular=zb_h2._regular,
         recipes=blocks([(3.0, 3.0)], turns=[0.0], spares=[0], patiences=[0.0]),
         goal=by_period,
     )
-    assert rows == regular(8)
+    assert rows == zb_h2._regular(4, 8)
 
 
 def test_period_and_makespan_lead_to_different_orders():

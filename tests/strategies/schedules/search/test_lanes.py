@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.ir.program import bidirectional, loop, v
+from strategies.ir.program import Program, bidirectional, chain, loop, v
 from strategies.schedules.schedule import Durations
-from strategies.schedules.search.best_order import equal_durations
 from strategies.schedules.search.greedy import Guide, Policy, walk
-from strategies.schedules.search.lanes import F, I, W, lanes_of, next_of, replay
+from strategies.schedules.search.lanes import F, I, W, lanes_of, next_of
+from strategies.schedules.search.weight_gaps import order_times
 from strategies.schedules.zb_v import ZB_V
 from tests.strategies.schedules.timed_orders import rows_of, timed, uneven_durations
 
@@ -51,47 +51,24 @@ def test_times_are_those_of_the_simulator(data, placement, microbatches):
     lanes = lanes_of(placement, microbatches)
     random = data.draw(st.randoms(use_true_random=False))
     wishes = tuple(tuple(sorted(random.uniform(0, 9) for _ in range(n))) for n in lanes.size)
-    steps = walk(
+    walked = walk(
         lanes, durations, caps=(9,) * len(lanes.of_rank), policy=Policy(Guide(wishes, wishes))
     )
-    times = replay(lanes, durations, steps)
-    order = timed(placement, microbatches, lanes.rows(steps), durations)
-    assert times.makespan == pytest.approx(order.timeline.makespan)
-    assert times.period == pytest.approx(order.span)
-    begun = {
-        (
-            event.instruction.kind.value,
-            event.instruction.stage,
-            event.instruction.microbatch,
-        ): event.start
-        for rank in range(len(lanes.of_rank))
-        for event in order.timeline.compute(rank)
-    }
-    for lane, size in enumerate(lanes.size):
-        for index in range(size):
-            microbatch = index * lanes.num_copies + lane // lanes.num_stages
-            here = (lanes.stage[lane], microbatch)
-            assert times.forward[lane][index] == pytest.approx(begun["F", *here])
-            assert times.backward[lane][index] == pytest.approx(begun["I", *here])
+    order = timed(placement, microbatches, lanes.rows(walked.steps), durations)
+    assert walked.makespan == pytest.approx(order.timeline.makespan)
+    assert walked.period == pytest.approx(order.span)
 
 
 def test_messages_take_their_latency_between_ranks_only():
     lanes = lanes_of(v(2), 1)
     durations = Durations((1.0,) * 4, (2.0,) * 4, (4.0,) * 4, latency=0.5)
-    rows = [
+    rows = lanes.rows([
         [(F, 0, 0), (F, 3, 0), (I, 3, 0), (I, 0, 0), (W, 0, 0), (W, 3, 0)],
         [(F, 1, 0), (F, 2, 0), (I, 2, 0), (I, 1, 0), (W, 1, 0), (W, 2, 0)],
-    ]
-    times = replay(lanes, durations, rows)
-    assert times.forward == ((0.0,), (1.5,), (2.5,), (4.0,))
-    assert times.backward == ((12.0,), (9.5,), (7.5,), (5.0,))
-    assert times.makespan == times.period == 22.0
-
-
-def test_an_order_that_waits_for_itself_is_not_timed():
-    lanes = lanes_of(loop(1, 1), 1)
-    with pytest.raises(AssertionError):
-        replay(lanes, equal_durations(loop(1, 1)), [[(I, 0, 0), (F, 0, 0), (W, 0, 0)]])
+    ])  # fmt: skip
+    start, end = order_times(Program("one", v(2), 1, rows, chain(4)), durations)
+    assert start == [0.0, 4.0, 5.0, 12.0, 14.0, 18.0, 1.5, 2.5, 7.5, 9.5, 11.5, 15.5]
+    assert max(end) == 22.0
 
 
 def test_the_last_forward_is_followed_by_its_own_backward():
