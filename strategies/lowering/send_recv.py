@@ -21,7 +21,7 @@ from strategies.costs.table import CostTable
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Placement, Program
-from strategies.simulator.engine import compute_times, replay
+from strategies.simulator.engine import order_times, replay
 
 
 class Message(NamedTuple):
@@ -106,18 +106,17 @@ def messages(program: Program) -> list[Message]:
 
 def end_times(program: Program, table: CostTable | None) -> list[float]:
     """When each node ends if messages hold up nobody."""
-    graph = program.graph
-    hop = 0.0 if table is None else max(table.hops, default=0.0)
-    lasts = [_duration(item, table) for item in graph.nodes]
+    nodes = program.graph.nodes
+    lasts = [_duration(item, table) for item in nodes]
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(lasts, default=1.0)
     # A REDUCE must not hold up the list; only its place in it matters here.
-    durations, arrivals = [], []
-    for item, last, needs in zip(graph.nodes, lasts, graph.needs, strict=True):
-        timed = item.kind in MICROBATCH_KINDS
-        durations.append(max(last, shortest) if timed else 0.0)
-        arrivals.append([(need, hop) for need in needs] if timed else [])
-    return compute_times(program, durations, arrivals)[1]
+    durations = [
+        max(last, shortest) if item.kind in MICROBATCH_KINDS else 0.0
+        for item, last in zip(nodes, lasts, strict=True)
+    ]
+    hop = 0.0 if table is None else max(table.hops, default=0.0)
+    return order_times(program, durations, hop)[1]
 
 
 def _duration(item: Instruction, table: CostTable | None) -> float:

@@ -12,7 +12,7 @@ inside of computations, which have that in their time; where, is added at the en
 
 The order of instructions comes from the program alone; ``run_lists`` only adds times, so it is
 deterministic and needs no event queue: one linear extension is walked once. All that times lists
-uses it: whole programs, those that have no messages yet (``compute_times``), the planner's orders.
+uses it: whole programs, those that have no messages yet (``order_times``), the planner's orders.
 Only where ranks share cores, or messages and reductions an interface, how long something takes
 depends on what else runs: see ``events``.
 """
@@ -27,6 +27,7 @@ from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs, CostTable, spans_alone, spans_in_turn
 from strategies.errors import CostError, ProgramError
 from strategies.ir.graph import Compute
+from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Program
 from strategies.simulator.events import Item, run_events
 
@@ -122,6 +123,18 @@ def compute_times(
     size = count + len(hops)
     start, end, _ = run_lists(steps, size, durations=durations, latency=hops, clocks=clocks)
     return start[:count], end[:count]
+
+
+def order_times(
+    program: Program, durations: Sequence[float], hop: float
+) -> tuple[list[float], list[float]]:
+    """The same where what one rank tells another takes one ``hop``, and updates hold up nobody."""
+    nodes, needs = program.graph.nodes, program.graph.needs
+    arrivals = [
+        [(need, hop) for need in found] if item.kind in MICROBATCH_KINDS else []
+        for item, found in zip(nodes, needs, strict=True)
+    ]
+    return compute_times(program, durations, arrivals)
 
 
 # ------------------------------------------------------------------------------------ the one pass

@@ -16,7 +16,7 @@ from strategies.ir.program import Placement, Program, chain
 from strategies.schedules.schedule import Durations, Rows, Shape
 from strategies.schedules.search.greedy import Guide, Policy, Walked, walk
 from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, lanes_of, next_of
-from strategies.schedules.search.weight_gaps import order_times
+from strategies.schedules.search.weight_gaps import times_of
 
 Recipe = Callable[[Lanes, Durations], Policy]
 Goal = Callable[[Walked], tuple[float, float]]
@@ -65,7 +65,7 @@ def best_order(
     """
     lanes = lanes_of(placement, num_microbatches)
     program = _program(placement, num_microbatches, regular)
-    start, end = order_times(program, durations)
+    start, end = times_of(program, durations)
     period = max(end[high - 1] - start[low] for low, high in pairwise(program.graph.offsets))
     known = Walked(lanes.steps(program.ranks), max(end), period)
     recipes = (*_following(placement, regular), *recipes)
@@ -165,7 +165,7 @@ def _following(placement: Placement, regular: Regular) -> list[Recipe]:
 def _guide(placement: Placement, num_microbatches: int, regular: Regular) -> Guide:
     lanes = lanes_of(placement, num_microbatches)
     program = _program(placement, num_microbatches, regular)
-    start, _ = order_times(program, equal_durations(placement))
+    start, _ = times_of(program, equal_durations(placement))
     begun = [[[0.0] * size for size in lanes.size] for _ in (F, I, W)]
     steps = chained.from_iterable(lanes.steps(program.ranks))
     for (kind, lane, index), time in zip(steps, start, strict=True):

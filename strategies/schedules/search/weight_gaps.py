@@ -18,7 +18,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.program import Program
 from strategies.schedules.schedule import Durations
-from strategies.simulator.engine import compute_times
+from strategies.simulator.engine import order_times
 
 # A gap is filled if its W ends at most this share of its duration too late.
 _OVERHANGS = (0.0, 0.5, 1.0)
@@ -64,7 +64,9 @@ class _Filler:
         self._duration = [duration(item, durations) for item in graph.nodes]
         # Sums of durations round; what is this close is there.
         self._tolerance = 1e-9 * max(self._duration, default=0.0)
-        self._arrivals = [arrivals(graph, node, durations) for node in range(len(graph.nodes))]
+        self._arrivals = [
+            _arrivals(graph, node, durations.latency) for node in range(len(graph.nodes))
+        ]
         spans = list(pairwise(graph.offsets))
         self._fixed = [
             deque(node for node in range(*span) if graph.nodes[node].kind is not Kind.W)
@@ -157,42 +159,27 @@ class _Filler:
 
 
 # ------------------------------------------------------------------------------------------- clock
-# When the instructions of a program without messages end: what generators compare programs by.
-#
-# The simulator's model, for programs that are not lowered: lists in order, a message leaves when
-# its value is there and arrives ``latency`` later.
+# When the instructions of a program without messages and updates end: what generators compare
+# programs by.
 
 
 def makespan(program: Program, durations: Durations) -> float:
-    """When the last instruction of a program without messages and updates ends."""
-    return max(order_times(program, durations)[1], default=0.0)
+    return max(times_of(program, durations)[1], default=0.0)
 
 
-def order_times(program: Program, durations: Durations) -> tuple[list[float], list[float]]:
-    """Start and end of every node of such a program."""
-    graph = program.graph
-    took = [duration(item, durations) for item in graph.nodes]
-    known = [arrivals(graph, node, durations) for node in range(len(graph.nodes))]
-    return compute_times(program, took, known)
+def times_of(program: Program, durations: Durations) -> tuple[list[float], list[float]]:
+    """Start and end of every node."""
+    took = [duration(item, durations) for item in program.graph.nodes]
+    return order_times(program, took, durations.latency)
 
 
 def duration(item: Instruction, durations: Durations) -> float:
     """How long an F B I W R or fused pair occupies its rank; R takes as long as F."""
-    total = 0.0
-    for part in item.parts:
-        for work in KINDS[part.kind].work:
-            total += getattr(durations, work)[part.stage]
-    return total
+    works = [(work, part.stage) for part in item.parts for work in KINDS[part.kind].work]
+    return float(sum(getattr(durations, work)[stage] for work, stage in works))
 
 
-def arrivals(graph: Graph, node: int, durations: Durations) -> list[tuple[int, float]]:
-    """(node that must have ended, time until that is known here); ``after`` edges take no time."""
-    needs = graph.needs[node]
-    data = len(needs) - len(graph.nodes[node].after)  # Edges stand last.
-    return [
-        (
-            need,
-            durations.latency if place < data and graph.rank[need] != graph.rank[node] else 0.0,
-        )
-        for place, need in enumerate(needs)
-    ]
+def _arrivals(graph: Graph, node: int, latency: float) -> list[tuple[int, float]]:
+    """(node that must have ended, time until that is known here)."""
+    here = graph.rank[node]
+    return [(need, 0.0 if graph.rank[need] == here else latency) for need in graph.needs[node]]

@@ -18,7 +18,7 @@ from strategies.lowering.send_recv import add_messages
 from strategies.passes.updates import add_steps
 from strategies.schedules import SCHEDULES
 from strategies.schedules.schedule import Durations, Rows
-from strategies.schedules.search.weight_gaps import order_times
+from strategies.schedules.search.weight_gaps import times_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def figures_of(
 ) -> tuple[float, float]:
     """(makespan, period), without messages."""
     program = Program("timed", placement, num_microbatches, rows, chain(placement.num_stages))
-    start, end = order_times(program, durations)
+    start, end = times_of(program, durations)
     spans = pairwise(program.graph.offsets)
     return max(end), max(end[high - 1] - start[low] for low, high in spans)
 

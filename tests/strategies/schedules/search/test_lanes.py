@@ -8,7 +8,7 @@ from strategies.ir.program import Program, bidirectional, chain, loop, v
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.greedy import Guide, Policy, walk
 from strategies.schedules.search.lanes import F, I, W, lanes_of, next_of
-from strategies.schedules.search.weight_gaps import order_times
+from strategies.schedules.search.weight_gaps import times_of
 from strategies.schedules.zb_v import ZB_V
 from tests.strategies.schedules.timed_orders import rows_of, timed, uneven_durations
 
@@ -66,7 +66,7 @@ def test_messages_take_their_latency_between_ranks_only():
         [(F, 0, 0), (F, 3, 0), (I, 3, 0), (I, 0, 0), (W, 0, 0), (W, 3, 0)],
         [(F, 1, 0), (F, 2, 0), (I, 2, 0), (I, 1, 0), (W, 1, 0), (W, 2, 0)],
     ])  # fmt: skip
-    start, end = order_times(Program("one", v(2), 1, rows, chain(4)), durations)
+    start, end = times_of(Program("one", v(2), 1, rows, chain(4)), durations)
     assert start == [0.0, 4.0, 5.0, 12.0, 14.0, 18.0, 1.5, 2.5, 7.5, 9.5, 11.5, 15.5]
     assert max(end) == 22.0
 
