@@ -109,12 +109,12 @@ def cut_chain(
     return tuple(high - low for low, high in pairwise(reversed(edges)))
 
 
-def even_ranks(
+def balance_ranks(
     units: Sequence[int], times: Sequence[float], owner: Sequence[int]
 ) -> tuple[int, ...]:
     """Moves single units between neighbouring stages while the slowest rank gets faster.
 
-    ``units`` are those per stage to begin with, none becomes empty that was not; ``owner`` is the
+    Starts from ``units`` per stage; a stage that has units keeps at least one. ``owner`` is the
     rank of each stage.
     """
     sums = [0.0, *accumulate(map(float, times))]

@@ -9,7 +9,7 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
 from strategies.ir.program import Placement
 from strategies.plan import Overlap, Recompute
-from strategies.planner.cut import Room, cut_chain, even_ranks
+from strategies.planner.cut import Room, balance_ranks, cut_chain
 from strategies.planner.problem import (
     Candidate,
     Layout,
@@ -20,7 +20,7 @@ from strategies.planner.problem import (
     memo,
 )
 from strategies.planner.space import Space, orders
-from strategies.planner.step_bound import Rules, any_cut_bound, least_again, step_bound
+from strategies.planner.step_bound import Rules, any_cut_bound, min_recompute_time, step_bound
 from strategies.schedules import find_schedule
 
 
@@ -58,10 +58,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """Groups of one layout and cut, of which nothing is known but what stages compute.
+    """A cut with compute times only.
 
-    Of hundreds of layouts that is enough to leave out nearly all: no messages, reductions and bytes
-    of theirs are ever needed.
+    Its bound prunes most layouts before messages, reductions and memory are computed.
 
     Attributes:
         units: Per stage; None for the fastest cut that leaves room, which has not been looked for.
@@ -118,7 +117,7 @@ def _again(
     placement: Placement, table: CostTable, recompute: Recompute, rules: Rules
 ) -> tuple[float, ...]:
     """What each rank recomputes at least, beyond what the rules say."""
-    return least_again(placement, table, rules) if recompute.policy == "mario" else ()
+    return min_recompute_time(placement, table, rules) if recompute.policy == "mario" else ()
 
 
 def groups(problem: Problem, space: Space, layout: Layout, recompute: Recompute) -> list[Group]:
@@ -208,8 +207,8 @@ def _table(
     return costs.table_for(program, buckets, shared), buckets
 
 
-def under(group: Group, problem: Problem, recompute: Recompute) -> Group:
-    """The same cut and schedules under another policy; its bound is not computed anew."""
+def with_recompute(group: Group, problem: Problem, recompute: Recompute) -> Group:
+    """The same cut and schedules under another policy; its bound is not computed again."""
     selective = recompute.inside
     if group.recompute.inside == selective:
         return replace(group, recompute=recompute)
@@ -249,7 +248,7 @@ def _even(
     problem: Problem, layout: Layout, owner: tuple[int, ...], selective: bool
 ) -> tuple[int, ...]:
     times = _times(problem.unit_table(layout, selective=selective))
-    return even_ranks(_balanced(problem, layout, len(owner), None, selective), times, owner)
+    return balance_ranks(_balanced(problem, layout, len(owner), None, selective), times, owner)
 
 
 def _shared(placement: Placement) -> bool:

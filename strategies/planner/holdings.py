@@ -134,7 +134,7 @@ def bytes_between(holdings: Holdings, memory: StageMemory) -> list[tuple[int, in
     return found
 
 
-def rebuilt_pairs(program: Program) -> tuple[dict[int, int], ...]:
+def recompute_pairs(program: Program) -> tuple[dict[int, int], ...]:
     """Per rank and stage, the backwards that have something else than forwards before their own.
 
     Of compute lists without recomputation; before means behind the forward of the pair.

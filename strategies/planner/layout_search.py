@@ -23,7 +23,14 @@ from strategies.compiler import no_collection
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.cut import SAME
-from strategies.planner.group import Group, Sketch, expected_bytes, groups_of, sketches, under
+from strategies.planner.group import (
+    Group,
+    Sketch,
+    expected_bytes,
+    groups_of,
+    sketches,
+    with_recompute,
+)
 from strategies.planner.outcome import (
     Outcome,
     Refusal,
@@ -38,7 +45,7 @@ from strategies.planner.outcome import (
     program_of,
 )
 from strategies.planner.problem import Candidate, Layout, Order, Problem
-from strategies.planner.space import LEANER, Space, degrees, expert_degrees, layouts, orders
+from strategies.planner.space import DOMINATED_BY, Space, degrees, expert_degrees, layouts, orders
 from strategies.planner.step_bound import ideal_time
 
 _SHORT = 4096  # Instructions of what is compiled in a fraction of a second.
@@ -203,7 +210,7 @@ class _Search:
         problem, rejected, limit = self.problem, self.rejected, self.limit
         early: list[tuple[Group, Order]] = []
         late: list[tuple[Group, Order]] = []
-        for other, same in leaner_than(group, order, self.space, problem):
+        for other, same in dominating_candidates(group, order, self.space, problem):
             # Their lists are searched for, which takes longer than to time these.
             searched = other.recompute.policy == "mario" != group.recompute.policy
             (late if searched else early).append((other, same))
@@ -277,7 +284,7 @@ def rank_key(outcome: Outcome) -> tuple[object, ...]:
     )
 
 
-def leaner_than(
+def dominating_candidates(
     group: Group, order: Order, space: Space, problem: Problem
 ) -> Iterator[tuple[Group, Order]]:
     """Candidates that are as fast or faster; where one fits, O2 does not look at this one."""
@@ -287,8 +294,8 @@ def leaner_than(
         # Policies are listed by how much they hold, and by how fast they are.
         for policy in space.recomputes[: space.recomputes.index(group.recompute)]:
             if policy.policy != "mario" or order in orders(space, problem, group.layout, policy):
-                yield under(group, problem, policy), order
-    faster = LEANER.get(order.schedule)
+                yield with_recompute(group, problem, policy), order
+    faster = DOMINATED_BY.get(order.schedule)
     if faster is None or space.schedule is not None:
         return
     # Up to P microbatches foldx_fifo runs all forwards first, and is another order.

@@ -20,7 +20,7 @@ from strategies.planner.holdings import (
     bytes_between,
     rank_bytes,
     rank_memory,
-    rebuilt_pairs,
+    recompute_pairs,
     shortened,
 )
 from strategies.planner.problem import Candidate, Layout, Order, Problem, memo
@@ -161,9 +161,8 @@ def _walked_memory(
 def least_bytes(problem: Problem, group: Group, order: Order) -> int:
     """No more than the worst rank needs; 0 where nothing is known before its lists are made.
 
-    Of ``mario`` what ``full`` holds. Its passes move forwards only to the front and keep the order
-    of backwards: before each backward at least as many forwards have run, and each has left its
-    input at least.
+    Lower bound for ``mario``: the peak of ``full``. Mario only moves forwards earlier, so at every
+    backward at least as many stage inputs are alive.
     """
     memory = group.table.memory
     if group.recompute.policy != "mario" or memory is None or needs_program(group, order):
@@ -229,7 +228,7 @@ def _holdings(problem: Problem, plan: Plan) -> Holdings:
 
 @memo
 def _rebuilt(problem: Problem, plan: Plan) -> tuple[dict[int, int], ...]:
-    return rebuilt_pairs(_lists(problem, plan))
+    return recompute_pairs(_lists(problem, plan))
 
 
 @memo

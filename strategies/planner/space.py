@@ -31,7 +31,7 @@ _LONGEST = 4096
 _LATE = "pipedream_2bw"
 # These hold less than the schedule named and are no faster: O2 tries them where that one does not
 # fit into memory.
-LEANER = {
+DOMINATED_BY = {
     "zb_h1": "zb_h2", "v_half": "zb_v", "v_min": "v_half", "foldx_fifo": "interleaved_1f1b",
 }  # fmt: skip
 # Stages per rank that O2 tries besides those that divide a rank's layers; O3 tries all up to them.

@@ -85,7 +85,7 @@ def step_bound(
     return max(best, _middle_bound(placement, table, rules, again)) if rules.flushes else best
 
 
-def least_again(placement: Placement, table: CostTable, rules: Rules) -> tuple[float, ...]:
+def min_recompute_time(placement: Placement, table: CostTable, rules: Rules) -> tuple[float, ...]:
     """Per rank, no more than what ``mario`` recomputes in a step; () where nothing is known.
 
     An R goes only where its F stands right before it, and nothing but forwards is moved in between

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
 from strategies.errors import PlanError
 from strategies.ir.program import loop, v
-from strategies.planner.cut import Room, balance, by_counts, cut_chain, even_ranks
+from strategies.planner.cut import Room, balance, balance_ranks, by_counts, cut_chain
 
 
 def all_cuts(count: int, stages: int) -> list[tuple[int, ...]]:
@@ -93,7 +93,7 @@ def test_ranks_with_several_stages_come_close_to_the_best_of_all_cuts(place):
 
     begin = cut_chain(times, place.num_stages)
     assert begin is not None
-    found = even_ranks(begin, times, owner)
+    found = balance_ranks(begin, times, owner)
     best = min(slowest(cut) for cut in all_cuts(len(times), place.num_stages))
     assert slowest(found) <= slowest(begin)
     assert slowest(found) <= 1.1 * best

@@ -16,7 +16,7 @@ from strategies.costs.load import Load
 from strategies.plan import NO_RECOMPUTE, Recompute
 from strategies.planner import outcome
 from strategies.planner.group import Group, Sketch, expected_bytes, groups, groups_of, sketches
-from strategies.planner.layout_search import leaner_than, rank_key, search
+from strategies.planner.layout_search import dominating_candidates, rank_key, search
 from strategies.planner.outcome import (
     Outcome,
     evaluate,
@@ -96,7 +96,7 @@ def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
                     for order in group.orders:
                         if (expected_bytes(group, order, space) or 0) > limit:
                             continue
-                        others = leaner_than(group, order, space, asked)
+                        others = dominating_candidates(group, order, space, asked)
                         if any(fits(*other, space, limit) for other in others):
                             continue
                         program = program_of(group, order)
@@ -252,6 +252,17 @@ def test_nothing_fits_into_nothing():
     answer = search(problem(4, memory=1e6), Space(8, 16))
     assert answer.plans == ()
     assert answer.rejected.memory == answer.num_candidates > 0
+
+
+def test_where_optimal_finds_no_order_nobody_knows_what_it_needs():
+    asked, memory = problem(4, memory=4.05e8), 0.405
+    hardware = replace(asked.machine.hardware, memory_gb=memory)
+    asked = replace(asked, machine=replace(asked.machine, hardware=hardware))
+    pinned = {"schedule": "1f1b", "recompute": Recompute("optimal"), "microbatch_size": 8}
+    answer = search(asked, Space(2, 16, tp=1, pp=2, **pinned))
+    assert answer.plans == ()
+    assert answer.rejected.memory == 1
+    assert answer.rejected.nearest is None
 
 
 def test_orders_are_walked_once_for_many_cost_tables(monkeypatch):
