@@ -131,11 +131,8 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
         makespan, period, exposed = times(asked.problem, group, candidate.order)
         walked = structure(asked.problem, lists_plan(group, candidate.order))
         idle = idle_share(walked, group.table, makespan)
-    step = outcome.step_time_s
-    flops, tokens = (
-        sum(unit.forward_flops for unit in model_units(asked.shape)),
-        asked.shape.sequence,
-    )
+    step, tokens = outcome.step_time_s, asked.shape.sequence
+    flops = sum(unit.forward_flops for unit in model_units(asked.shape))
     peak = asked.space.num_gpus * run_peak(config)
     return ListedPlan(
         outcome,
