@@ -226,7 +226,7 @@ def _fastest_cut(
         return space.units
     single = replace(layout.of_units, microbatch_size=problem.least_size)
     owner, ratio = placement.copies[0], space.balance_ratio
-    if ratio is None and _shared(placement):
+    if ratio is None and placement.num_stages > placement.num_ranks:
         return _even(problem, single, owner, recompute.inside)
     return _balanced(problem, single, len(owner), ratio, recompute.inside)
 

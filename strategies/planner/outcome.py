@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from strategies.analysis.late_verdict import agreed
@@ -155,7 +156,7 @@ def _walked_memory(
     problem: Problem, group: Group, order: Order, ranks: Collection[int] | None = None
 ) -> tuple[RankMemory, ...]:
     plan = _few(group, order)
-    return rank_memory(plan, group.table, ranks, _lists(problem, plan), structure(problem, plan))
+    return rank_memory(plan, group.table, ranks, _lists(plan), structure(problem, plan))
 
 
 def least_bytes(problem: Problem, group: Group, order: Order) -> int:
@@ -223,22 +224,23 @@ def _few(group: Group, order: Order) -> Plan:
 
 @memo
 def _holdings(problem: Problem, plan: Plan) -> Holdings:
-    return build_holdings(plan, _lists(problem, plan))
+    return build_holdings(plan, _lists(plan))
 
 
 @memo
 def _rebuilt(problem: Problem, plan: Plan) -> tuple[dict[int, int], ...]:
-    return recompute_pairs(_lists(problem, plan))
+    return recompute_pairs(_lists(plan))
 
 
 @memo
 def structure(problem: Problem, plan: Plan) -> Structure:
     """A plan's lists, walked."""
-    return flatten(_lists(problem, plan))
+    return flatten(_lists(plan))
 
 
-@memo
-def _lists(problem: Problem, plan: Plan) -> Program:
+@lru_cache(maxsize=1)
+def _lists(plan: Plan) -> Program:
+    """They take much memory; several questions about one candidate are asked in turn."""
     return lists_of(plan)
 
 
@@ -246,14 +248,16 @@ def lists_plan(group: Group, order: Order) -> Plan:
     """What decides a candidate's compute lists: one plan for all that have the same."""
     schedule = find_schedule(order.schedule)
     made = schedule.cost_aware or group.recompute.policy == "mario" or group.split_backward
-    plan = replace(
-        plan_of(group, order),
-        overlap="none",
-        buckets=None,
+    plan = Plan(
+        order.schedule,
+        group.layout.pp,
+        group.layout.num_microbatches,
+        order.stages_per_rank,
+        order.group,
+        "none",
+        split_backward=group.split_backward,
         costs=group.costs if made else None,
-        memory_bytes=None,
         recompute=group.recompute if group.recompute.rewrites else NO_RECOMPUTE,
-        skips=(),
     )
     if order.schedule == "foldx_fifo" and plan.num_microbatches > plan.pp:
         return replace(plan, schedule="interleaved_1f1b", group=plan.pp)

@@ -151,7 +151,8 @@ class Problem:
         stages = [range(*span) for span in pairwise(ends)]
         if self.graph is None:
             return self._cut(layout, stages, selective=selective)
-        loads = [self._stage_load(layout, stage, selective=selective) for stage in stages]
+        key = (layout.tp, layout.microbatch_size, selective)
+        loads = [self._stage_load(*key, stage.start, stage.stop, True) for stage in stages]
         handed = handed_on(self.graph(layout.microbatch_size), units_per_stage)
         return replace(self._costs(layout, handing(loads, handed)), handed=handed)
 
@@ -211,22 +212,21 @@ class Problem:
         sends: bool = True,
     ) -> PlannedCosts:
         """``fixed`` as in ``Measured.costs``; ``sends`` is off for the whole model."""
-        loads = [
-            self._stage_load(layout, stage, selective=selective, sends=sends) for stage in stages
-        ]
+        key = (layout.tp, layout.microbatch_size, selective)
+        loads = [self._stage_load(*key, stage.start, stage.stop, sends) for stage in stages]
         assumed = self._costs(layout, tuple(loads))
         if self.measured is None:
             return assumed
         return self.measured.costs(assumed, stages, layout.microbatch_size, fixed=fixed)
 
+    @memo
     def _stage_load(
-        self, layout: Layout, stage: range, *, selective: bool, sends: bool = True
+        self, tp: int, size: int, selective: bool, start: int, stop: int, sends: bool
     ) -> Load:
         """The sum of a stage's units: one object for equal sums."""
-        key = (layout.tp, layout.microbatch_size, selective)
-        units = self._units(*key)
-        handed = units.loads[stage.stop - 1].output_elements if sends and stage else 0
-        return self._handing(*key, units.kind_of[stage.start : stage.stop], handed)
+        units = self._units(tp, size, selective)
+        handed = units.loads[stop - 1].output_elements if sends and stop > start else 0
+        return self._handing(tp, size, selective, units.kind_of[start:stop], handed)
 
     @memo
     def _handing(
