@@ -159,6 +159,7 @@ class _Search:
                     self._push(bound, partial(self._cut, layout, recompute, size, bound))
         while self._queue and not self._is_slow(self._queue[0][0]):
             heappop(self._queue)[2]()
+        self._queue.clear()  # Its steps refer to this search, and nothing collects cycles now.
         listed = min(self.top_k, len(self.found))
         others = num_candidates - rejected.memory - rejected.dominated - listed
         rejected.slower = max(0, others)
