@@ -214,11 +214,12 @@ def resumed(layout: Layout, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 1, "dp": 2}], ids=str)
 def test_a_loader_with_a_state_goes_on_in_the_midst_of_an_epoch(
-    ranks: Callable[[int], Ranks], tmp_path: Path
+    ranks: Callable[[int], Ranks], tmp_path: Path, layout: dict[str, int]
 ) -> None:
     (stock,) = ranks(1).run(resumed, layout=None, folder=str(tmp_path / "stock"))
-    for found in ranks(2).run(resumed, layout={"pp": 2}, folder=str(tmp_path / "pipeline")):
+    for found in ranks(2).run(resumed, layout=layout, folder=str(tmp_path / "pipeline")):
         assert equal(stock[:3], found[:3])  # Stock's own weights are rounded on the way.
         batches, weights, others, again = found
         assert others == batches[5:] and equal(weights, again)

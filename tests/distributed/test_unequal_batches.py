@@ -38,7 +38,19 @@ class Sized(Some):
         return self.batches + self.more
 
 
+class Stateful(Sized):
+    """A loader that goes on where its state says."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
 class Shares(Net):
+    stateful = False
+
     def __init__(
         self, counts: list[int], sized: bool, by_hand: bool, ends: bool, more: list[int]
     ) -> None:
@@ -50,6 +62,8 @@ class Shares(Net):
         stock = not hasattr(self.trainer.strategy, "dp")
         replica = 0 if stock else self.trainer.distributed_sampler_kwargs["rank"]
         count = 0 if self.ends and replica and self.current_epoch else self.counts[replica]
+        if self.stateful:
+            return Stateful(count, self.more[replica])
         data = Sized(count, self.more[replica]) if self.sized else Some(count)
         return DataLoader(data, batch_size=None)
 
@@ -66,13 +80,14 @@ class ByHand(Shares):
 def counted(
     counts: list[int], layout: dict[str, Any] | None, *, sized: bool = False,
     by_hand: bool = False, ends: bool = False, more: tuple[int, int] = (0, 0), told: bool = False,
-    **options: Any,
+    stateful: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     trainer = trainer_of(
         None if layout is None else strategy(**layout),
         **{"max_epochs": 2, "use_distributed_sampler": False} | options,
     )
     module = (ByHand if by_hand else Shares)(counts, sized, by_hand, ends, [*more])
+    module.stateful = stateful
     try:
         trainer.fit(module)
     except DataError as error:
@@ -95,6 +110,11 @@ BOTH = {"pp": 1, "dp": 2}
         ([3, 2], {"sized": True, "more": (0, 1)}, "replica 0 has more than 2, replica 1 has 2. "),
         ([3, 2], {"sized": True, "more": (4, 1)}, "replica 0 has more than 2, replica 1 has 2. "),
         ([2, 3], {"sized": True, "more": (1, 0)}, "replica 0 has 2, replica 1 has more than 2. "),
+        (
+            [3, 2],
+            {"stateful": True, "more": (0, 1)},
+            "replica 0 has more than 2, replica 1 has 2. ",
+        ),
         ([3, 2], {"accumulate_grad_batches": 2}, "replica 0 has more than 2, replica 1 has 2. "),
         ([0, 2], {}, "the data loaders have no batch"),
         (
@@ -111,6 +131,7 @@ BOTH = {"pp": 1, "dp": 2}
         "second promises more",
         "both promise more",
         "first promises more",
+        "a loader with a state promises more",
         "accumulated",
         "none",
         "none later",

@@ -8,8 +8,12 @@ after each batch where a hook between batches is overridden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
 from math import isfinite, isinf
 from typing import Any
+from weakref import finalize
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +24,7 @@ from torchmetrics import Metric
 
 from strategies.errors import DataError
 from strategies.models.logs import Replicas, share_metrics
+from strategies.models.nested import replaced
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.hooks.epoch_metrics import (
@@ -167,12 +172,7 @@ def epoch_ends(trainer: pl.Trainer, *, ahead: bool) -> tuple[int | None, bool]:
 
 
 def _is_measured(loader: Any) -> bool:
-    """Whether a loader's length is that of its data; else it is a promise of the user's code.
-
-    Loaders with a state are believed: what is fetched ahead would be lost behind a checkpoint.
-    """
-    if hasattr(loader, "state_dict"):
-        return True
+    """Whether a loader's length is that of its data; else it is a promise of the user's code."""
     own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     samplers = (loader.sampler, loader.batch_sampler) if own else ()
     return own and all(type(each).__module__.startswith(_KNOWN) for each in samplers)
@@ -186,21 +186,31 @@ def _nothing_follows(fetcher: Any) -> bool:
     if fetcher.length is None:
         return bool(fetcher.done)
     if not isinstance(fetcher.iterator, _Ahead):
-        fetcher.iterator = _Ahead(fetcher.iterator)
+        fetcher.iterator = _Ahead(fetcher.iterator, fetcher.combined_loader.flattened)
     return fetcher.iterator.nothing_follows
 
 
 class _Ahead:
-    """An iterator that knows whether something follows."""
+    """An iterator that knows whether something follows.
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    Loaders with a state keep the one from before the batch that is fetched ahead, as long as the
+    loop has not got that: a run that resumes from it begins with this batch.
+    """
+
+    def __init__(self, iterator: Iterator[Any], loaders: Sequence[Any]) -> None:
         self._iterator = iterator
+        self._stateful = [loader for loader in loaders if hasattr(loader, "state_dict")]
+        self._kept = ExitStack()
+        finalize(self, self._kept.close)  # An epoch may end before the batch.
         self._next: list[Any] = []
         self._ended = False
 
     @property
     def nothing_follows(self) -> bool:
         if not self._next and not self._ended:
+            states = [(vars(each), deepcopy(each.state_dict())) for each in self._stateful]
+            kept = [(own, "state_dict", partial(deepcopy, state)) for own, state in states]
+            self._kept.enter_context(replaced(kept))
             try:
                 self._next.append(next(self._iterator))
             except StopIteration:
@@ -208,6 +218,7 @@ class _Ahead:
         return self._ended
 
     def __next__(self) -> Any:
+        self._kept.close()
         if self._ended:
             raise StopIteration
         return self._next.pop() if self._next else next(self._iterator)
