@@ -27,6 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch._C._distributed_c10d import Store
 
 from strategies.errors import PipelineError, one_line, readable
+from strategies.models.replay.hole import error_line
 from strategies.raised import has_lost, raised_by
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -107,6 +108,12 @@ def speak_once() -> LastWords:
     return words
 
 
+_NO_EXPERIMENT = (
+    "logger.experiment is the logger's own object on rank 0 alone, and this script runs on every "
+    "rank: on the others Lightning gives methods that do nothing, and no {!r}. Call it in a "
+    "function under @rank_zero_only (lightning.pytorch.utilities), or use "
+    "logger.log_hyperparams(...)."
+)
 _BATCH_SIZE = "Tune it with a Trainer without PipelineStrategy (pp=1), or try sizes one by one."
 # What Lightning refuses, and what it leaves to be guessed.
 _WAYS_OUT = {
@@ -122,6 +129,9 @@ _WAYS_OUT = {
 
 def refused_by_lightning(error: BaseException) -> str | None:
     """What Lightning says of how its Trainer or a module was set up; None of any other error."""
+    if getattr(getattr(error, "obj", None), "__qualname__", "") == "_DummyExperiment.nop":
+        no_experiment = _NO_EXPERIMENT.format(getattr(error, "name", None))
+        return f"{error_line(error.__traceback__)}: {no_experiment}"
     said = " ".join(str(error).split())
     way_out = next((way for start, way in _WAYS_OUT.items() if said.startswith(start)), None)
     if way_out is None:

@@ -16,6 +16,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch._C._distributed_c10d import HashStore
 
 from launcher.processes.local import our_path
@@ -155,6 +157,23 @@ def test_what_lightning_refuses_is_one_line_as_well(
     capsys.readouterr()
     assert _end(words, raised.value) == 2
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_loggers_own_object_is_on_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger: Any = CSVLogger("unused")
+    with pytest.raises(AttributeError) as raised:
+        logger.experiment.config.update({"rate": 0.1})
+    assert _end(speak_once(), raised.value) == 2
+    assert re.fullmatch(
+        f"error: {re.escape(__file__)}:[0-9]+: logger.experiment is the logger's own object on "
+        "rank 0 alone, and this script runs on every rank: on the others Lightning gives methods "
+        r"that do nothing, and no 'update'\. Call it in a function under @rank_zero_only "
+        r"\(lightning.pytorch.utilities\), or use logger.log_hyperparams\(\.\.\.\)\.\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_a_strategy_that_is_none_is_refused_in_a_script_that_has_made_none(tmp_path: Path) -> None:
