@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import ModelError, PlanError
+from strategies.runtime.engine import rank_passes
 from strategies.runtime.lightning.strategy import PipelineStrategy
 from tests.ranks.fit import QUIET, trainer_of
 from tests.ranks.pool import Ranks
@@ -190,19 +191,37 @@ class Diverging(Plain):
         x = torch.randn(32, 6, generator=order, dtype=torch.float64)
         return DataLoader(TensorDataset(x, x), batch_size=8)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-def fit_diverging() -> str:
-    strategy = PipelineStrategy(pp=2, num_microbatches=2, timeout_s=60)
-    try:
-        _trainer(strategy).fit(Diverging())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+
+def fit_diverging(checked: bool = True) -> tuple[str, list[str]]:
+    told: list[str] = []
+    strategy = PipelineStrategy(pp=2, num_microbatches=2, timeout_s=60, check_batches=checked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_passes._log, "warning", told.append)
+        try:
+            _trainer(strategy).fit(Diverging())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", told
+    return "no error", told
 
 
 def test_different_batches_on_one_pipeline_are_an_error(ranks: Callable[[int], Ranks]) -> None:
-    for message in ranks(2).run(fit_diverging):
+    for message, _ in ranks(2).run(fit_diverging):
         assert message.startswith("DataError: the ranks of one pipeline see different batches")
+
+
+def test_different_batches_that_nobody_compares_are_named_once(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    (first, told), second = ranks(2).run(fit_diverging, checked=False)
+    assert (first, second) == ("no error", ("no error", []))
+    (message,) = told
+    assert message.startswith(
+        "check_batches=False, and the ranks of one pipeline have different first batches: "
+    )
+    assert "Divide data of your own by trainer.distributed_sampler_kwargs (" in message
 
 
 class Normed(Plain):

@@ -32,6 +32,7 @@ from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.engine.rank_weights import RankWeights
+from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.fingerprint import compare, shared_print
 from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.microbatch import (
@@ -49,6 +50,11 @@ from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
 
 _MANY_WAYS = 24
 _PATIENCE_S = 3.0  # longer waits are said
+_DIVIDE = (
+    "Divide data of your own by trainer.distributed_sampler_kwargs (the replica's rank and "
+    "num_replicas, the same on all ranks of a pipeline) in place of trainer.global_rank and "
+    "world_size."
+)
 _log = logging.getLogger(__name__)
 
 
@@ -230,6 +236,7 @@ class RankPasses(RankWeights):
         if train and not self._compared and self.coordinates.world_size > 1:
             self._compared = True
             self._compare_shapes(microbatches)
+            self._tell_other_batches(batch)
         if not options.part:
             self._draws.look(
                 batch, microbatches, options, loaders, whole=self.whole, seed=self.seed_of(step),
@@ -374,6 +381,18 @@ class RankPasses(RankWeights):
         found = {f"{replica}microbatch {m}": p.signature for m, p in enumerate(microbatches)}
         compare(shared_print(found), what="first batch", partial=True)
 
+    def _tell_other_batches(self, batch: Any) -> None:
+        """Of a first batch that ranks of a pipeline see with other values, if no step compares."""
+        if self.options.check_batches or self.control_group is None:
+            return
+        marks = Exchange(self.control_group).everyone(start_checksum(batch)())
+        if len(set(marks)) > 1 and dist.get_rank(self.control_group) == 0:
+            _log.warning(
+                "check_batches=False, and the ranks of one pipeline have different first batches: "
+                "the first stage takes inputs from its own, the last one targets, and rows that "
+                f"another rank has are not trained on. {_DIVIDE}"
+            )
+
     def _compare_rows(
         self,
         batch: Any,
@@ -459,9 +478,7 @@ class RankPasses(RankWeights):
             raise DataError(
                 "the ranks of one pipeline see different batches (checksums "
                 f"{listing}). Data must not depend on the process: give the loader a seeded "
-                "generator or sampler, and divide data of your own by "
-                "trainer.distributed_sampler_kwargs (the replica's rank and num_replicas, the same "
-                "on all ranks of a pipeline) in place of trainer.global_rank and world_size."
+                f"generator or sampler. {_DIVIDE}"
             )
 
     def _check_ends(self, replicas: list[list[list[Any]]]) -> None:
