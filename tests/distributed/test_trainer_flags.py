@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -175,6 +176,23 @@ def test_flags_come_to_what_they_come_to_under_stock_lightning(
         assert stock["steps"] and stock["seen"], "nothing was trained"
         different = [name for name in found if not equal(stock[name], found[name])]
         assert not different, (rank, {name: (stock[name], found[name]) for name in different})
+
+
+def run_on_nodes() -> dict[str, Any]:
+    """Each rank is the only one of its node."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NODE_RANK", os.environ["RANK"])
+        patch.setenv("LOCAL_RANK", "0")
+        return run({"pp": 2}, num_nodes=2, devices=1, max_epochs=1)
+
+
+@pytest.mark.full
+@pytest.mark.lightning_feature("flag", "num_nodes")
+def test_two_nodes_train_as_one_device(ranks: Callable[[int], Ranks]) -> None:
+    (stock,) = ranks(1).run(run, strategy=None, max_epochs=1)
+    for found in ranks(2).run(run_on_nodes):
+        different = [name for name in found if not equal(stock[name], found[name])]
+        assert not different, {name: (stock[name], found[name]) for name in different}
 
 
 @pytest.mark.lightning_feature(
