@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import (
+    CSVLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 
 from tests.distributed.test_trainer_flags import Scored, equal, rows
 from tests.ranks.comparison import WIDTH, logged_rows
@@ -54,9 +60,23 @@ def _of_wandb(folder: Path) -> Any:
     return numbers, config, len(list(folder.glob("wandb/offline-run-*")))
 
 
+def _of_mlflow(folder: Path) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"file:{folder}")
+    (experiment,) = client.search_experiments(filter_string="name = 'tests'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    names, number = run.data.metrics, run.info.run_id
+    told = {
+        name: [(m.step, m.value) for m in client.get_metric_history(number, name)] for name in names
+    }
+    return told, run.data.params
+
+
 MADE: dict[str, Callable[[Path], Logger]] = {
     "CSVLogger": lambda folder: CSVLogger(folder, name="", version=""),
     "TensorBoardLogger": lambda folder: TensorBoardLogger(folder, log_graph=True),
+    "MLFlowLogger": lambda folder: MLFlowLogger("tests", tracking_uri=f"file:{folder}"),
     "WandbLogger": lambda folder: WandbLogger("name", folder, offline=True, project="tests"),
 }
 READ: dict[str, Callable[[Path], Any]] = {
@@ -65,6 +85,7 @@ READ: dict[str, Callable[[Path], Any]] = {
         (folder / "hparams.yaml").read_text(),
     ),
     "TensorBoardLogger": _of_tensorboard,
+    "MLFlowLogger": _of_mlflow,
     "WandbLogger": _of_wandb,
 }
 
@@ -76,6 +97,7 @@ def run(name: str, strategy: Mapping[str, Any] | None, folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         module, logger = Described(), MADE[name](Path(folder))
         if isinstance(logger, WandbLogger) and os.environ["RANK"] == "0":
             logger.experiment.config.update({"own": 1})
@@ -89,7 +111,9 @@ def run(name: str, strategy: Mapping[str, Any] | None, folder: str) -> Any:
         return READ[name](Path(folder)) if trainer.is_global_zero else None
 
 
-@pytest.mark.lightning_feature("logger", "CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger")
+@pytest.mark.lightning_feature(
+    "logger", "CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"
+)
 @pytest.mark.parametrize(
     "name",
     [name if name == "CSVLogger" else pytest.param(name, marks=pytest.mark.full) for name in MADE],
@@ -97,6 +121,8 @@ def run(name: str, strategy: Mapping[str, Any] | None, folder: str) -> Any:
 def test_a_logger_is_given_what_it_is_given_under_stock_lightning(
     ranks: Callable[[int], Ranks], tmp_path: Path, name: str
 ) -> None:
+    if name == "MLFlowLogger":
+        pytest.importorskip("mlflow", reason="needs mlflow-skinny, of no other use here")
     (stock,) = ranks(1).run(run, name=name, strategy=None, folder=str(tmp_path / "stock"))
     first, second = ranks(2).run(
         run, name=name, strategy={"pp": 2}, folder=str(tmp_path / "pipeline")
