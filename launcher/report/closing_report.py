@@ -21,6 +21,7 @@ from launcher.report.summary import format_duration, format_peak, format_percent
 from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run
 from strategies.errors import readable
+from strategies.manifest import MANIFEST, NOT_FINITE, read_manifest
 
 WIDTH, _LABEL, _FIGURE = 80, 26, 13
 _INDENT = "           "
@@ -159,9 +160,12 @@ def _next(run: Run, run_dir: Path, result: Mapping[str, object]) -> Iterator[str
     given = [w for w in typed_words(run_dir) if not w.startswith(dropped)]
     steps, trainer = result.get("steps"), run.config.trainer
     bounded = trainer.max_epochs is None and trainer.max_time is None and trainer.max_steps > 0
-    if result.get("checkpoint") and bounded and isinstance(steps, int):
+    last = Path(str(result.get("checkpoint") or ""))
+    if (last / MANIFEST).is_file() and NOT_FINITE in read_manifest(last)["metadata"]:
+        yield "go on".ljust(len(_INDENT)) + "not from the last checkpoint, which is not finite"
+    elif last.name and bounded and isinstance(steps, int):
         words = [w for w in given if not w.startswith("trainer.max_steps=")]
-        more = [f"trainer.max_steps={2 * trainer.max_steps}", _resume(str(result["checkpoint"]))]
+        more = [f"trainer.max_steps={2 * trainer.max_steps}", _resume(str(last))]
         short = [w for w in more if w not in typed_words(run_dir)]
         yield from _command("go on", paste(run_dir, [*words, *more]), f"add {shlex.join(short)}")
     other = "1f1b" if run.plan.schedule != "1f1b" else "zb_h1"

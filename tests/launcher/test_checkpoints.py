@@ -198,7 +198,7 @@ def test_an_experiment_without_a_checkpoint_is_told_with_the_name_that_is_near(
     done = launch_here(words, tmp_path)
     assert done.code == (0 if mode == "validate" else 2)
     said = done.output if mode == "validate" else done.errors
-    assert "no checkpoint of experiment_name=frist lies below outputs/" in said
+    assert "no usable checkpoint of experiment_name=frist lies below outputs/" in said
     assert "Did you mean experiment_name=first?" in said
 
 

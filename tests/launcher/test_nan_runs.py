@@ -70,9 +70,11 @@ def test_a_run_that_ignores_them_says_so_and_no_other_goes_on_from_it(tmp_path):
     launch(healthy, tmp_path).assert_done()
     good, bad = (tmp_path / name / "checkpoints" for name in ("good", "bad"))
     good, bad = good / "step-00000001.ckpt", bad / "step-00000002.ckpt"
-    launch([*RUINS, "trainer.on_nan=ignore", "hydra.run.dir=bad"], tmp_path).assert_done()
+    done = launch([*RUINS, "trainer.on_nan=ignore", "hydra.run.dir=bad"], tmp_path).assert_done()
     said = read_manifest(bad)["metadata"][NOT_FINITE]
     assert said.startswith("the weight ")
+    assert "go on      not from the last checkpoint, which is not finite\n" in done.output
+    assert "trainer.resume=" not in done.output
     log = (tmp_path / "bad" / "logs" / "rank_00000.log").read_text()
     assert f"{bad} is not finite: {said}. It is written because of trainer.on_nan=ignore" in log
 
