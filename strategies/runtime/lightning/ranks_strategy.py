@@ -384,6 +384,7 @@ class _Scripts(_SubprocessScriptLauncher):
                 "have folders, archives, /dev/fd and -m cProfile. Try it as a file, python "
                 "train.py (in a notebook: %%writefile train.py, then !python train.py)."
             )
+        vars(sys.modules["__main__"]).setdefault("__spec__", None)  # Python's debugger sets none.
         super()._call_children_scripts()
 
 

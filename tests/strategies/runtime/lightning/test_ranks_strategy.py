@@ -49,6 +49,31 @@ def test_what_is_no_file_cannot_be_run_by_several_processes(monkeypatch):
         trainer.fit(_Line(), DataLoader(torch.randn(8, 2), batch_size=4))
 
 
+@pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|num_workers).*")
+def test_a_script_under_pythons_debugger_is_started_again(monkeypatch, tmp_path):
+    trainer = pl.Trainer(
+        strategy=PipelineStrategy(pp=2), accelerator="cpu", logger=False, max_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    script = tmp_path / "train.py"
+    script.touch()
+    main = ModuleType("__main__")
+    del main.__spec__
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    started = []
+
+    def start(command, **_):
+        started.append(command)
+        raise OSError("enough")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(OSError, match="enough"):
+        trainer.fit(_Line(), DataLoader(torch.randn(8, 2), batch_size=4))
+    assert started == [[sys.executable, str(script)]]
+
+
 @pytest.mark.parametrize(
     ("file", "argv", "spec", "can"),
     [
