@@ -56,6 +56,7 @@ from launcher.config import LaunchConfig, Mode
 from launcher.config.check_code import own_code
 from launcher.config.decode import brings_own
 from launcher.config.key import shorten
+from launcher.config.pipeline import AUTO
 from launcher.processes import torchrun
 from launcher.processes.failure import explained
 from launcher.processes.watchdog import fork_under_guard
@@ -249,6 +250,9 @@ def run_command(
             config = replace(config, cluster=replace(config.cluster, nodes=nodes))
         elif config.cluster.name == "slurm":
             name = "launcher.commands.submit" + (":prepare" if in_sweep else "")
+    if config.hardware.name == AUTO:
+        found = importlib.import_module("launcher.commands.calibration")
+        config = found.with_figures(config, run_dir)
     module, _, function = name.partition(":")
     code = getattr(importlib.import_module(module), function or "run")(config, run_dir)
     assert isinstance(code, int)

@@ -22,6 +22,7 @@ import hypothesis
 import pytest
 
 from tests.ranks.fixtures import all_ranks, ranks, rest
+from tests.ranks.rank_server import CALIBRATION
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["all_ranks", "ranks"]  # fixtures
 GOLDEN = Path(__file__).parent / "golden"
+# Of hardware=auto, on every machine: what a laptop's datasheet says, so no run measures.
+os.environ["FOLDPIPE_CALIBRATION"] = str(CALIBRATION)
 _FOLDER = pytest.StashKey[Path]()
 SLURM_DAEMONS = ("slurmctld", "slurmd", "munged")
 SEVERAL_PROCESSES = ("distributed", "faults", "gpu", "slurm")

@@ -36,7 +36,7 @@ const FIELDS = [
   { key: "costs.grad_reduce", label: "gradient reduction", ...each, rest: "0", when: units },
   { key: "costs.fused", rare: true, label: "F and B as one", ...number, hint: "their sum", when: (s) => units(s) && /dualpipe|custom/.test(s.schedule) },
   { key: "model", label: "model", rest: "tiny", when: machine },
-  { key: "hardware", label: "machine", rest: "cpu_laptop", when: machine },
+  { key: "hardware", label: "machine", rest: "cpu_laptop", always: true, when: machine },
   { key: "trainer.precision", label: "precision", rest: "32-true", options: ["32-true", "bf16-mixed", "bf16-true"], when: machine },
   { key: "data.microbatch_size", label: "rows per microbatch", ...number, step: 1, rest: "1", when: machine },
   { key: "dp", label: "replicas (dp)", ...number, step: 1, rest: "1", when: machine },
@@ -168,7 +168,7 @@ function shows(field) {
 function words() {
   const found = [];
   for (const field of FIELDS) {
-    const value = state[field.key] ?? "";
+    const value = state[field.key] ?? (field.always ? field.rest : "") ?? "";
     if (field.key === "more" || value === "" || !shows(field)) continue;
     if (field.always || value !== field.rest) found.push(`${field.key}=${value}`);
   }

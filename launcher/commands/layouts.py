@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.ranks import failure_recorded, tell_size
 from launcher.config import LaunchConfig
-from launcher.config.pipeline import HardwareConfig
+from launcher.config.pipeline import DATASHEET, QUICK
 from launcher.planning.no_plan import refuse
 from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from launcher.planning.tensor_plan import TensorPlan
 
 _LARGE = 10**9  # parameters that nobody trains on a laptop
+_LAPTOPS = (DATASHEET, QUICK)
 _DEFAULT = "(the default; hardware= names another) "
 
 
@@ -72,7 +73,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
 def _answer(config: LaunchConfig, run_dir: Path) -> int:
     asked = ask(config, run_dir)
     parameters = asked.shape.num_parameters or 0
-    if config.hardware == HardwareConfig() and parameters > _LARGE:
+    if config.hardware.name in _LAPTOPS and parameters > _LARGE:
         say(
             f"planning {parameters / 1e9:.3g} billion parameters for hardware="
             f"{config.hardware.name} {_DEFAULT.strip()}: Ctrl-C, and try hardware=a100_80g or "
@@ -221,7 +222,7 @@ def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]
     reached = config.planner.maximize
     say(
         f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} "
-        f"{_DEFAULT if machine.hardware.name == HardwareConfig().name else ''}with "
+        f"{_DEFAULT if machine.hardware.name in _LAPTOPS else ''}with "
         f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} "
         f"{'sequences' if reached == 'sequence_length' else _rows(asked)} per step, "
         f"{config.trainer.precision}"

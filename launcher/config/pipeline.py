@@ -244,11 +244,20 @@ _GB_S = ("GB/s", 1e9)
 _MICROSECONDS = ("microseconds", 1e-6)
 
 
+# hardware=auto, before and after it has the figures of this machine; and what else it means.
+AUTO = "auto"
+QUICK = f"{AUTO} (quick calibration)"
+DATASHEET = "cpu_laptop"
+
+
 @dataclass(frozen=True, slots=True)
 class HardwareConfig(Hardware):
     """``hardware=``: the machine that analytic costs and MFU assume."""
 
-    name: str = key("cpu_laptop", "Label of the machine in reports.")
+    name: str = key(
+        AUTO,
+        "Label of the machine in reports. auto: this machine, measured before its first training.",
+    )
     peak_flops: float | None = key(
         9.6e10,
         "Peak of one rank in FLOP/s, for every precision that the hardware file names no peak of; "

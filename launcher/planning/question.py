@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from launcher.config import LaunchConfig
 from launcher.config.key import keys_of, value_at
-from launcher.config.pipeline import recompute_policy
+from launcher.config.pipeline import QUICK, recompute_policy
 from launcher.planning.model_trace import needs_trace
 from launcher.planning.profile_check import checked_profile, classes_of
 from launcher.processes.nodes import asked_world
@@ -274,6 +274,11 @@ def _batch(config: LaunchConfig) -> int:
     return asked or given or _DEFAULT_BATCH
 
 
+def planned_gpus(config: LaunchConfig, run_dir: Path) -> int:
+    """How many ranks a plan is for."""
+    return config.planner.num_gpus or _num_gpus(config, _pinned_keys(config, run_dir))
+
+
 def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
     """Those of a pinned layout, else those that are here; or that pinned degrees fill alone."""
     degrees = {"pp": config.pp, "tp": config.tp}
@@ -315,7 +320,9 @@ def label(asked: Question) -> str:
     if not is_calibrated(asked):
         return "uncalibrated"
     error = calibration_error(asked)
-    return "calibrated" if error is None else f"calibrated, +-{format_percent(error)}"
+    quick = asked.problem.measured is None and asked.config.hardware.name == QUICK
+    word = "quick calibration" if quick else "calibrated"
+    return word if error is None else f"{word}, +-{format_percent(error)}"
 
 
 def calibration(asked: Question) -> str:

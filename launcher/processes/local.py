@@ -409,14 +409,14 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
     user's own cache is left out, for fonts, or for code is a new folder of its own.
     """
     found = {}
-    if "MPLCONFIGDIR" not in given and (fonts := _own_folder("matplotlib")) is not None:
+    if "MPLCONFIGDIR" not in given and (fonts := own_folder("matplotlib")) is not None:
         found["MPLCONFIGDIR"] = fonts
     if "TORCHINDUCTOR_CACHE_DIR" not in given:
-        found["TORCHINDUCTOR_CACHE_DIR"] = _own_folder("inductor") or _new_folder()
+        found["TORCHINDUCTOR_CACHE_DIR"] = own_folder("inductor") or _new_folder()
     return found
 
 
-def _own_folder(name: str) -> str | None:
+def own_folder(name: str) -> str | None:
     """A folder in the user's cache; None where it cannot be had, or others can write there."""
     try:
         folder = user_cache() / name

@@ -42,7 +42,7 @@ def _own() -> dict[str, Any]:
         "nccl": _has_nccl(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_flops": _flops(torch.device("cpu"), torch.float32, _SIZE),
+        "cpu_flops": product_flops(torch.device("cpu"), torch.float32),
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
     }
 
@@ -59,12 +59,14 @@ def _gpu(number: int) -> dict[str, Any]:
         "name": torch.cuda.get_device_name(device),
         "free": free,
         "total": total,
-        "flops": _flops(device, kind, _GPU_SIZE),
+        "flops": product_flops(device, kind),
         "format": "bf16" if kind == torch.bfloat16 else "fp16",
     }
 
 
-def _flops(device: torch.device, kind: torch.dtype, size: int) -> float:
+def product_flops(device: torch.device, kind: torch.dtype) -> float:
+    """FLOP/s of a large matrix product, the quickest of several."""
+    size = _GPU_SIZE if device.type == "cuda" else _SIZE
     # A GPU multiplies ones or zeros with less power, so faster, than what training multiplies.
     left = torch.randn(size, size, device=device, dtype=kind)
 

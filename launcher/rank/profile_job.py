@@ -7,11 +7,13 @@ that each finds memory and cores as busy as training makes them, and then the li
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -26,6 +28,9 @@ from launcher.planning.profile_check import (
     model_facts,
     this_machine,
 )
+from launcher.processes.local import write_outcome
+from launcher.processes.task import resolve_task
+from launcher.rank.link_probe import product_flops
 from launcher.resolve import Run, uses_gpu
 from launcher.workloads.hf.hf_shape import HfShape
 from launcher.workloads.language_model import LanguageModel
@@ -33,7 +38,6 @@ from launcher.workloads.model_share import model_units
 from launcher.workloads.optimizer import build_optimizer
 from launcher.workloads.registry import MODELS, load
 from strategies.costs.profile_file import (
-    Link,
     Profile,
     Seconds,
     SizeProfile,
@@ -42,20 +46,32 @@ from strategies.costs.profile_file import (
 )
 from strategies.plan import NO_RECOMPUTE, Backend
 from strategies.profiling.layer_times import Task, choose_units, draw_quickly, measure_layers
-from strategies.profiling.link_times import measure_links, measure_lockstep
+from strategies.profiling.link_times import Links, measure_links, measure_lockstep
 from strategies.profiling.sample import sample_units
 from strategies.runtime.messages.exchange import everybody
 from strategies.runtime.messages.joining import gpu_backend, join, ranks_gpus
 from strategies.runtime.messages.mesh import Coordinates
 
 _TIME_S = 45.0  # for all training steps together; starting up and memory come on top
+_MOST_S = 60  # that a quick measurement may take before the kernel ends it
 _TYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 Found = tuple[dict[int, SizeProfile], float]
 
 
-def measure(run: Run) -> dict[str, Any]:
+def run(task: dict[str, Any], run_dir: Path) -> None:
+    """The quick form, for ``hardware=auto``: layers of a small model, a product, a link."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_MOST_S)
+    resolved = resolve_task(task)
+    torch.set_float32_matmul_precision(resolved.config.trainer.float32_matmul_precision)
+    outcome = measure(resolved, quick=True)
+    if os.environ["RANK"] == "0":
+        write_outcome(run_dir, outcome, stopped_by=None)
+
+
+def measure(run: Run, *, quick: bool = False) -> dict[str, Any]:
     """Measures on every rank; returns the file's content, equal on all."""
     config = run.config
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -85,20 +101,32 @@ def measure(run: Run) -> dict[str, Any]:
             world_size=world,
             timeout=timedelta(seconds=patience_s),
         )
-    found = _layers(run, device, backend, world=world, rank=rank)
-    links: tuple[Link, Link] | None = None
+    product = product_flops(device, _computed_in(run)) if quick else None
+    found = _layers(run, device, backend, world=world, rank=rank, quick=quick)
+    links: Links | None = None
     lost: float | None = None
     if world > config.tp:
-        links = measure_links(0, config.tp, backend=backend, device=device)
-        lost = measure_lockstep(0, config.tp, backend=backend, device=device)
-    gathered = everybody().everyone((found, links, lost))
+        links = measure_links(0, config.tp, backend=backend, device=device, quick=quick)
+        if not quick:
+            lost = measure_lockstep(0, config.tp, backend=backend, device=device)
+    gathered = everybody().everyone((found, links, lost, product))
     profile = _profile(run, [entry[0] for entry in gathered if entry[0]], gathered[0][1], gpu=gpu)
     profile = replace(profile, lockstep_loss=gathered[0][2] or 0.0)
-    return {"profile": dump_profile(profile), "world_size": world}
+    measured: dict[str, Any] = {"profile": dump_profile(profile), "world_size": world}
+    if quick:
+        measured["product_flops"] = sum(entry[3] for entry in gathered) / len(gathered)
+        measured["end_s"] = 0.0 if gpu or links is None else links.end_s
+        measured["memory_bytes"] = torch.cuda.mem_get_info(device)[1] if gpu else None
+    return measured
+
+
+def _computed_in(run: Run) -> torch.dtype:
+    precision = run.config.trainer.precision
+    return _TYPES.get(precision) or _MIXED.get(precision) or torch.float32
 
 
 def _layers(
-    run: Run, device: torch.device, backend: Backend, *, world: int, rank: int
+    run: Run, device: torch.device, backend: Backend, *, world: int, rank: int, quick: bool
 ) -> Found | None:
     config, tp = run.config, run.config.tp
     numbers = class_numbers(run.shape)
@@ -126,6 +154,7 @@ def _layers(
         else Coordinates(1, 1, 0, 0),
         recompute=run.plan.recompute if run.plan.recompute.policy == "selective" else NO_RECOMPUTE,
         autocast=autocast,
+        times_only=quick,
     )  # fmt: skip
     # Replicas that would share cores take turns.
     cores = os.cpu_count() or 1
@@ -162,9 +191,7 @@ def _batch(run: Run, device: torch.device, rows: int) -> dict[str, torch.Tensor]
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def _profile(
-    run: Run, found: Sequence[Found], links: tuple[Link, Link] | None, *, gpu: bool
-) -> Profile:
+def _profile(run: Run, found: Sequence[Found], links: Links | None, *, gpu: bool) -> Profile:
     """The mean over all ranks that have measured."""
     sizes = tuple(
         (size, _mean_size([figures[size] for figures, _ in found]))
@@ -176,8 +203,8 @@ def _profile(
         classes=tuple(dict.fromkeys(classes_of(run.shape))),
         sizes=sizes,
         rest_s=sum(rest for _, rest in found) / len(found),
-        messages=None if links is None else links[0],
-        reductions=None if links is None else links[1],
+        messages=None if links is None else links.messages,
+        reductions=None if links is None else links.reductions,
     )
 
 

@@ -25,7 +25,11 @@ from launcher.secrets import MaskedStream
 from strategies.errors import PipelineError
 
 _PR_SET_PDEATHSIG = 1
-_JOBS = {"run": "launcher.rank.jobs", "code": "launcher.rank.own_parts"}
+_JOBS = {
+    "run": "launcher.rank.jobs",
+    "code": "launcher.rank.own_parts",
+    "calibration": "launcher.rank.profile_job",
+}
 
 
 def main() -> int:

@@ -126,10 +126,11 @@ def _beside(result: Mapping[str, object]) -> Iterator[str]:
             yield from _pair(label, *map(_seconds, (predicted, measured)))
     ratios = (simulated["bubble_ratio"], result.get("measured_bubble_ratio"))
     yield from _pair("bubble (idle share)", *map(_percent, ratios))
-    memory = (result.get("predicted_peak_memory_bytes"), result.get("measured_peak_memory_bytes"))
-    grown = result.get("measured_memory_kind") == "resident_growth"
-    for line in _pair("memory, fullest rank", *map(_memory, memory)):
-        yield f"{line}  resident growth" if grown else line
+    # A process on a CPU grows by what libraries take, too: no figure to put next to a prediction.
+    comparable = result.get("measured_memory_kind") != "resident_growth"
+    measured = result.get("measured_peak_memory_bytes") if comparable else None
+    memory = (result.get("predicted_peak_memory_bytes"), measured)
+    yield from _pair("memory, fullest rank", *map(_memory, memory))
 
 
 def _pair(label: str, predicted: str, measured: str) -> Iterator[str]:
@@ -148,9 +149,8 @@ def _costs(run: Run, result: Mapping[str, object]) -> Iterator[str]:
     elif result.get("time_unit") != "s":
         yield "  predicted with uniform costs; mode=profile measures the model here"
     elif config.costs.name == "analytic":
-        yield (
-            f"  predicted for hardware={config.hardware.name}; mode=profile measures this machine"
-        )
+        more = "this machine" if config.hardware.measured_on is None else "more"
+        yield f"  predicted for hardware={config.hardware.name}; mode=profile measures {more}"
 
 
 def _next(run: Run, run_dir: Path, result: Mapping[str, object]) -> Iterator[str]:

@@ -248,6 +248,8 @@ def asked_mapping(
         "num_microbatches": plan.num_microbatches,
         "recompute": config.recompute.name,
         "overlap": config.overlap.name,
+        # Whose figures times and memory go by.
+        "hardware": None if config.costs.name == "uniform" else config.hardware.name,
         "seed": config.seed,
         "versions": versions(),
         "group": group,

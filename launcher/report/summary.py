@@ -89,6 +89,8 @@ def _is_beside_the_point(key: str, result: Result) -> bool:
     """Whether a figure says nothing, or stands under a name that says more."""
     if key == "peak_memory_bytes":  # of a run this is the measured one
         return result.get("measured_peak_memory_bytes") is not None
+    if key == "hardware":
+        return result.get("time_unit") != "s"
     alone = result.get("dp") == 1 and "exposed" in key
     return alone and result[key] == 0
 
@@ -137,6 +139,10 @@ def _number(value: object, result: Result) -> tuple[str, str]:
     if isinstance(value, float):
         return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"), ""
     return (f"{value:,}" if isinstance(value, int) else str(value)), ""
+
+
+def _name(value: object, result: Result) -> tuple[str, str]:
+    return "", str(value)
 
 
 def _count(value: object, result: Result) -> tuple[str, str]:
@@ -224,6 +230,7 @@ _SECTIONS: tuple[tuple[str, Mapping[str, tuple[str, _Write]]], ...] = (
             "peak_memory_bytes": ("peak memory, predicted", _gib),
             "predicted_memory_breakdown": ("its parts, predicted", _memory),
             "predicted_step_time_s": ("step time", _seconds),
+            "hardware": ("hardware", _name),
         },
     ),
     (

@@ -85,6 +85,7 @@ class Task:
         coordinates: pp is 1; replicas measure the same side by side.
         recompute: ``selective``, where units recompute a part of themselves.
         autocast: Around every pass.
+        times_only: No split backwards, no recomputation and no bytes: a tenth of the time.
     """
 
     make: Callable[[], nn.Module]
@@ -100,6 +101,7 @@ class Task:
     coordinates: Coordinates
     recompute: Recompute = NO_RECOMPUTE
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    times_only: bool = False
 
     @property
     def counts(self) -> list[list[int]]:
@@ -130,7 +132,8 @@ def measure_layers(task: Task) -> tuple[dict[int, SizeProfile], float]:
         (figures by microbatch size, what a step takes beside its instructions).
     """
     found = {size: _Stages() for size in task.sizes}
-    for split, recompute in ((False, task.recompute), (True, task.recompute), (False, _FULL)):
+    variants = ((False, task.recompute), (True, task.recompute), (False, _FULL))
+    for split, recompute in variants[: 1 if task.times_only else None]:
         if recompute is _FULL and task.recompute.policy != "none":
             continue  # Units recompute inside: an R would be their forward.
         if split and task.options.compile:
@@ -199,6 +202,16 @@ def _measure(task: Task, engine: Engine, size: int, found: _Stages) -> None:
         name = facts.duration
         if (kind, 0) in durations and name and name not in found.seconds:
             found.seconds[name] = [statistics.median(durations[kind, s]) for s in stages]
+    if plain:
+        cleared = _step_stages(task, engine, found)
+        work = [engine.recorder.spans(record).busy for record in kept]
+        rest = statistics.median(span - busy for (span, _), busy in zip(spans, work, strict=True))
+        found.rest_s = max(0.0, rest - cleared)
+    if task.times_only:
+        none = [0] * len(stages)
+        found.saved = found.outputs = none
+        found.forward_temporaries = found.backward_temporaries = none
+        return
     activations = engine.measure_activations()
     _pass(engine, batch, 0)
     engine.flush()
@@ -206,10 +219,6 @@ def _measure(task: Task, engine: Engine, size: int, found: _Stages) -> None:
     engine.measure_no_activations()
     if plain:
         found.saved = [bytes_of[stage].full for stage in stages]
-        cleared = _step_stages(task, engine, found)
-        work = [engine.recorder.spans(record).busy for record in kept]
-        rest = statistics.median(span - busy for (span, _), busy in zip(spans, work, strict=True))
-        found.rest_s = max(0.0, rest - cleared)
         _watch(task, engine, batch, found)
     elif engine.plan.split_backward:
         found.waiting = [bytes_of[stage].waiting for stage in stages]

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,33 @@ from strategies.runtime.messages.transport import GlooTransport, SharedTransport
 
 _SIZES = (2**10, 2**14, 2**17, 2**20, 2**22)  # bytes
 _REPETITIONS = 12
+_FEW = 5
 _WARM_UPS = 3
 _PAUSE_S = 3e-3
 _ROUNDS, _PRODUCTS = 10, 4
 
 
+class Links(NamedTuple):
+    """What was measured between two ranks.
+
+    Attributes:
+        messages: From stage to stage.
+        reductions: A step of a ring.
+        end_s: What a small message takes of a rank's processor that sends or receives it.
+    """
+
+    messages: Link
+    reductions: Link
+    end_s: float
+
+
 def measure_links(
-    first: int, second: int, *, backend: str, device: torch.device
-) -> tuple[Link, Link] | None:
-    """(messages, reductions) between two global ranks, None on others; collective over all."""
+    first: int, second: int, *, backend: str, device: torch.device, quick: bool = False
+) -> Links | None:
+    """Between two global ranks, None on others; collective over all.
+
+    ``quick``: by fewer messages, in a third of a second.
+    """
     members = sorted({first, second})
     kind = "nccl" if backend == "nccl" else "gloo"
     group = dist.new_group(members, backend=kind)
@@ -55,15 +74,16 @@ def measure_links(
         transport = StagedTransport(group, device)
     else:
         transport = GlooTransport(group)
-    messages = _fitted(device, partial(_there_and_back, transport, own), trips=2)
-    reductions = _fitted(device, partial(dist.all_reduce, group=group), trips=1)
+    times = _FEW if quick else _REPETITIONS
+    messages, end_s = _fitted(device, partial(_there_and_back, transport, own), times, trips=2)
+    reductions, _ = _fitted(device, partial(dist.all_reduce, group=group), times, trips=1)
     transport.drain()
     dist.barrier(group)
     transport.close()
     for made in (group, *pairs):
         dist.destroy_process_group(made)
     # A ring of two moves the whole once, in two steps.
-    return messages, Link(reductions.latency_s / 2, reductions.bandwidth)
+    return Links(messages, Link(reductions.latency_s / 2, reductions.bandwidth), end_s)
 
 
 def measure_lockstep(
@@ -102,22 +122,27 @@ def measure_lockstep(
     return max(0.0, statistics.median(losses[_WARM_UPS:]))
 
 
-def _fitted(device: torch.device, call: Callable[[Tensor], None], *, trips: int) -> Link:
-    times = []
+def _fitted(
+    device: torch.device, call: Callable[[Tensor], None], repetitions: int, *, trips: int
+) -> tuple[Link, float]:
+    """The link, and processor seconds of the smallest call, per trip."""
+    times, busy = [], []
     for size in _SIZES:
         found = []
-        for _ in range(_WARM_UPS + _REPETITIONS):
+        for _ in range(_WARM_UPS + repetitions):
             data = torch.zeros(size // 4, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             time.sleep(_PAUSE_S)
-            begun = time.perf_counter()
+            begun, used = time.perf_counter(), time.process_time()
             call(data)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             found.append((time.perf_counter() - begun) / trips)
+            if size == _SIZES[0]:
+                busy.append((time.process_time() - used) / trips)
         times.append(statistics.median(found[_WARM_UPS:]))
-    return fit_link(_SIZES, times)
+    return fit_link(_SIZES, times), statistics.median(busy[_WARM_UPS:])
 
 
 def fit_link(sizes: Sequence[int], times: Sequence[float]) -> Link:

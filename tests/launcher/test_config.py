@@ -103,7 +103,7 @@ def test_the_defaults_are_those_that_the_documentation_promises():
     assert (config.experiment_name, config.checkpoint) == ("default", "auto")
     assert config.schedule.name == "1f1b"
     assert (config.overlap.name, config.costs.name) == ("grad_reduce", "analytic")
-    assert config.hardware.name == "cpu_laptop"
+    assert config.hardware.name == "auto"
     assert (config.data.name, config.data.microbatch_size) == ("stdlib", 1)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.commands.profile import fit_rates, hardware_file, hardware_yaml
 from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
 from launcher.config.pipeline import HardwareConfig
 from launcher.config.workload import ModelConfig
+from launcher.planning.hardware_fit import fit_rates, hardware_file, hardware_yaml
 from launcher.planning.profile_check import class_numbers
 from launcher.planning.question import calibration, label, question
 from launcher.resolve import model_shape

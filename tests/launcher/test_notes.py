@@ -43,7 +43,9 @@ def test_a_run_that_is_predicted_not_to_fit_is_told_so(mode, tmp_path):
     tight = launch((*words, "hardware.memory_gb=1e-5"), tmp_path / "tight").assert_done().output
     assert "does not fit" not in fits
     assert "it does not fit: rank 0 is predicted to need 0.000" in tight
-    assert "hardware.memory_gb=1e-05 (hardware=cpu_laptop). Try recompute=full" in tight
+    assert (
+        "hardware.memory_gb=1e-05 (hardware=auto (quick calibration)). Try recompute=full" in tight
+    )
     assert ("valid: nothing was started" in fits) == (mode == "validate")
     assert "valid: nothing was started" not in tight
 

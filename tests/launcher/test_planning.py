@@ -176,8 +176,9 @@ def test_mode_plan_lists_plans_that_run_as_they_are_printed(tmp_path: Path):
     done = launch(words, tmp_path / "plan").assert_done()
     result = done.result
     assert result["mode"] == "plan"
-    assert result["calibrated"] is False
-    assert "uncalibrated" in done.output
+    assert result["calibrated"] is True
+    assert "on 4 x auto (quick calibration) (the default" in done.output
+    assert "\nquick calibration: times are computed from figures measured on a mach" in done.output
     plans = result["plans"]
     assert 1 <= len(plans) <= 3
     assert [p["predicted_step_time_s"] for p in plans] == sorted(

@@ -16,8 +16,8 @@ from tests.launcher.runs import MODEL, environment, launch, read_metrics, read_r
 
 ALL_MODES = (
     "status", "mode", "schedule", "pp", "dp", "tp", "ep", "expert_tp", "sequence_parallel",
-    "stages_per_rank", "num_microbatches", "recompute", "overlap", "seed", "versions",
-    "group", "group_choice", "split_backward",
+    "stages_per_rank", "num_microbatches", "recompute", "overlap", "hardware", "seed",
+    "versions", "group", "group_choice", "split_backward",
 )  # fmt: skip
 SIMULATED = (
     "makespan", "period", "bubble_ratio", "lower_bound", "binding_bound", "bound_gap",
@@ -114,7 +114,7 @@ class TestATrainingRun:
         times = sorted(row["step_time_s"] for row in rows[1:])
         assert result["step_time_s"] == pytest.approx(times[9])
         assert result["tokens_per_s"] == pytest.approx(4 * 4 * 16 / times[9])
-        peak = 2 * 9.6e10  # two ranks of hardware=cpu_laptop
+        peak = 2 * 9.6e10  # two ranks of tests/calibration.json
         assert (result["peak_flops"], result["peak_format"]) == (9.6e10, "fp64")
         assert "% of 96 GFLOPS fp64 per rank" in trained.output
         assert result["mfu"] == pytest.approx(result["model_flops_per_step"] / times[9] / peak)

@@ -27,6 +27,7 @@ from launcher.rank.fork_server import serve
 from launcher.secrets import MaskedStream
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CALIBRATION = REPOSITORY / "tests" / "calibration.json"
 # Among them what torch and Lightning have set in this process.
 _NOT_KEPT = (
     "WANDB_", "FOLDPIPE_", "PYTEST_", "PL_", "TORCHINDUCTOR_CACHE_DIR", "MPLCONFIGDIR",
@@ -38,6 +39,7 @@ def variables() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_KEPT)}
     ours = {
         "PYTHONPATH": our_path(os.environ), "OMP_NUM_THREADS": "1", "COLUMNS": "120",
+        "FOLDPIPE_CALIBRATION": str(CALIBRATION),
         # As rank_environment has it: what is imported before Lightning must not start CUDA.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }  # fmt: skip

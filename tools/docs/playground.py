@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 from launcher.compose.option_groups import conf_dir
 from launcher.compose.session import compose_checked, hydra_session
 from launcher.config import dump, from_dict
+from launcher.config.pipeline import AUTO
 from launcher.playground import Options, answer, choices
 from strategies.errors import PipelineError
 
@@ -73,13 +74,16 @@ def main() -> int:
     return 0
 
 
+_MEASURED = ("hardware", AUTO)
+
+
 def compose_options() -> Options:
-    """Every option of ``conf/`` as a run's configuration has it."""
+    """Every option of ``conf/`` as a run's configuration has it; a browser measures no machine."""
     with hydra_session():
         base = dump(compose_checked([])[0])
     groups: dict[str, dict[str, Any]] = {}
     for folder in sorted(path for path in conf_dir().iterdir() if path.name in base):
-        files = sorted(folder.glob("*.yaml"))
+        files = sorted(f for f in folder.glob("*.yaml") if (folder.name, f.stem) != _MEASURED)
         groups[folder.name] = {file.stem: _option(folder.name, file) for file in files}
     return Options(base, groups)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import from_dict
+from launcher.config.pipeline import QUICK
 from launcher.report.closing_report import closing_lines
 from launcher.report.predicted import peak_mapping, predict, predicted_mapping
 from launcher.resolve import resolve
@@ -19,25 +20,46 @@ MEASURED = {
     "loss_first": 5.44624,
     "loss_last": 2.96701,
     "val_loss": 3.71142,
-    "step_time_s": 0.1054,
-    "tokens_per_s": 4858.1,
-    "mfu": 0.095,
-    "predicted_step_time_s": 0.1239,
-    "measured_makespan_s": 0.1042,
-    "measured_bubble_ratio": 0.25,
+    "step_time_s": 0.07759,
+    "tokens_per_s": 6598.6,
+    "mfu": 0.2752,
+    "predicted_step_time_s": 0.06554,
+    "measured_makespan_s": 0.07448,
+    "measured_bubble_ratio": 0.3008,
     "measured_exposed_grad_reduce_s": 0.0,
-    "predicted_peak_memory_bytes": [17_700_000, 15_000_000],
-    "measured_peak_memory_bytes": [66_000_000, 60_000_000],
+    "predicted_peak_memory_bytes": [18_971_648, 15_065_088],
+    "measured_peak_memory_bytes": [73_506_816, 68_833_280],
     "measured_memory_kind": "resident_growth",
     "skipped_steps": 0,
     "restarts": 0,
     "checkpoint": str(Path("outputs/1/checkpoints/step-00000060.ckpt").absolute()),
 }
 
+# The machine of that run, as it was measured before.
+MACHINE = {
+    "name": QUICK,
+    "peak_flops": 1.01351e11,
+    "efficiency": 0.71141,
+    "memory_bandwidth": 1.0798e10,
+    "intra_bandwidth": 3.9335e9,
+    "intra_latency_s": 0.0,
+    "unit_overhead_s": 1.8649e-4,
+    "stage_overhead_s": 2.6617e-4,
+    "step_overhead_s": 2.2694e-3,
+    "measured_on": "two cores",
+    "cores": 2,
+}
+ASKED = {
+    "pp": 2,
+    "model": {"kv_heads": 2, "ffn": 384},
+    "trainer": {"accelerator": "cpu"},
+    "hardware": MACHINE,
+}
+
 
 def closing(words=(), folder=FOLDER, **figures):
     """The screen of a run; ``words`` as ``{"pp": 2}``."""
-    run = resolve(from_dict({"pp": 2, "trainer": {"accelerator": "cpu"}, **dict(words)}))
+    run = resolve(from_dict(ASKED | dict(words)))
     common = predicted_mapping(run, predict(run)[1]) | peak_mapping(run.config)
     return closing_lines(run, folder, common | MEASURED | figures)
 

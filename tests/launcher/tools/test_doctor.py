@@ -209,7 +209,7 @@ def test_two_ranks_are_asked_what_torch_is_and_how_fast_they_talk():
 def test_products_are_of_random_numbers():
     multiply = torch.mm
     with mock.patch.object(torch, "mm", side_effect=multiply) as multiplied:
-        assert link_probe._flops(torch.device("cpu"), torch.float32, 16) > 0
+        assert link_probe.product_flops(torch.device("cpu"), torch.float32) > 0
     for call in multiplied.call_args_list:
         assert all(len(factor.unique()) > 200 for factor in call.args)
 
