@@ -3,7 +3,7 @@
 Ranks of a small reference model run for about a second, as many at once as the machine has cores or
 GPUs for: layers, large products, and the link between two of them. What they find is kept in the
 user's cache, for this machine and this number of ranks. Trainings measure where nothing is kept;
-``simulate``, ``validate`` and ``plan`` take what there is, else a datasheet, and never measure.
+``simulate``, ``validate`` and ``plan`` take what there is, else an assumption, and never measure.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.commands.ranks import fork_server
+from launcher.commands.ranks import check_before_start, check_world, fork_server
 from launcher.config import LaunchConfig
 from launcher.config.check import check_range
 from launcher.config.decode import brings_own, decode
 from launcher.config.key import keys_of
-from launcher.config.pipeline import AUTO, DATASHEET, QUICK, HardwareConfig, ProfileConfig
+from launcher.config.pipeline import ASSUMED, AUTO, QUICK, HardwareConfig, ProfileConfig
 from launcher.planning.hardware_fit import hardware_values
 from launcher.planning.profile_check import fingerprint, rank_threads, this_machine
 from launcher.planning.question import planned_gpus
@@ -54,12 +54,12 @@ def with_figures(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
     """The configuration with figures in place of ``hardware=auto``; keys that were set stay."""
     if config.hardware.name != AUTO:
         return config
-    figures = HardwareConfig(name=DATASHEET)
+    figures = HardwareConfig(name=ASSUMED)
     if config.mode in _MODES and _in_seconds(config):
         try:
             figures = _figures(config, run_dir)
         except _UnmeasuredError as why:
-            say(f"hardware=auto: {why}; predicted for the datasheet hardware={DATASHEET}")
+            say(f"hardware=auto: {why}; predicted for hardware={ASSUMED}")
     default = HardwareConfig()
     kept = {
         entry.name: value
@@ -103,6 +103,9 @@ def _figures(config: LaunchConfig, run_dir: Path) -> HardwareConfig:
         return found
     if config.mode != "train":
         raise _UnmeasuredError(f"no training with {_count(ranks)} has measured this machine yet")
+    if not _plans(config):
+        check_world(config)
+        check_before_start(resolve(config), None)  # What is refused starts nothing.
     with _alone(file.with_suffix(".lock")):
         found = _read(file, facts)  # of another job of a sweep, meanwhile
         if found is None:

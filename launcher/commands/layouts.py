@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launcher.commands.ranks import failure_recorded, tell_size
 from launcher.config import LaunchConfig
-from launcher.config.pipeline import DATASHEET, QUICK
+from launcher.config.pipeline import ASSUMED, QUICK
 from launcher.planning.no_plan import refuse
 from launcher.planning.plan_auto import is_one_layout, planned, tune_layout
 from launcher.planning.question import Question, ask, calibration
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from launcher.planning.tensor_plan import TensorPlan
 
 _LARGE = 10**9  # parameters that nobody trains on a laptop
-_LAPTOPS = (DATASHEET, QUICK)
+_LAPTOPS = (ASSUMED, QUICK)
 _DEFAULT = "(the default; hardware= names another) "
 
 

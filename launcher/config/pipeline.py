@@ -244,10 +244,10 @@ _GB_S = ("GB/s", 1e9)
 _MICROSECONDS = ("microseconds", 1e-6)
 
 
-# hardware=auto, before and after it has the figures of this machine; and what else it means.
+# hardware=auto, before and after it has the figures of this machine; and what is assumed else.
 AUTO = "auto"
 QUICK = f"{AUTO} (quick calibration)"
-DATASHEET = "cpu_laptop"
+ASSUMED = "cpu_laptop"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import pytest
 from launcher.commands import calibration
 from launcher.commands.calibration import with_figures
 from launcher.config import LaunchConfig, from_dict
-from launcher.config.pipeline import DATASHEET, QUICK, HardwareConfig
-from strategies.errors import RunError
+from launcher.config.pipeline import ASSUMED, QUICK, HardwareConfig
+from strategies.errors import PlanError, RunError
 from tests.launcher.runs import MODEL, launch
 
 FOUND = HardwareConfig(name=QUICK, peak_flops=5e10, cores=2, measured_on="here")
@@ -53,11 +53,11 @@ def test_a_training_measures_once_and_what_predicts_takes_the_same(cache, tmp_pa
 @pytest.mark.parametrize("mode", ["simulate", "validate", "plan"])
 def test_what_starts_nothing_never_measures_and_says_what_it_takes(mode, cache, tmp_path, capsys):
     config = asked(mode, planner={"num_gpus": 2})
-    assert with_figures(config, tmp_path).hardware == HardwareConfig(name=DATASHEET)
+    assert with_figures(config, tmp_path).hardware == HardwareConfig(name=ASSUMED)
     assert cache == []
     assert capsys.readouterr().out == (
-        "hardware=auto: no training with 2 ranks has measured this machine yet; predicted for the "
-        "datasheet hardware=cpu_laptop\n"
+        "hardware=auto: no training with 2 ranks has measured this machine yet; predicted for "
+        "hardware=cpu_laptop\n"
     )
 
 
@@ -85,7 +85,7 @@ def test_keys_that_are_set_stay(cache, tmp_path):
     ids=["eval", "uniform costs", "a class that only ranks know"],
 )
 def test_nothing_is_measured_where_nothing_is_predicted_in_seconds(config, cache, tmp_path, capsys):
-    assert with_figures(config, tmp_path).hardware.name == DATASHEET
+    assert with_figures(config, tmp_path).hardware.name == ASSUMED
     assert cache == []
     assert capsys.readouterr().out == ""
 
@@ -111,19 +111,19 @@ def test_figures_of_another_machine_are_not_taken(cache, tmp_path):
     content = json.loads(file.read_text())
     content["machine"]["torch"] = "1.0"
     file.write_text(json.dumps(content))
-    assert with_figures(asked("simulate"), tmp_path).hardware.name == DATASHEET
+    assert with_figures(asked("simulate"), tmp_path).hardware.name == ASSUMED
 
 
-def test_a_cache_that_cannot_be_written_falls_back_to_the_datasheet(
+def test_a_cache_that_cannot_be_written_falls_back_to_what_is_assumed(
     cache, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert with_figures(asked(), tmp_path).hardware == HardwareConfig(name=DATASHEET)
+    assert with_figures(asked(), tmp_path).hardware == HardwareConfig(name=ASSUMED)
     assert cache == []
     assert capsys.readouterr().out == (
         "hardware=auto: the cache folder cannot be written, so nothing was measured; predicted for "
-        "the datasheet hardware=cpu_laptop\n"
+        "hardware=cpu_laptop\n"
     )
 
 
@@ -135,23 +135,33 @@ class _NoRanks:
         raise RunError("rank 0 was ended by SIGALRM\nwith a log")
 
 
-def test_ranks_that_fail_or_take_too_long_fall_back_to_the_datasheet(tmp_path, monkeypatch, capsys):
+def test_ranks_that_fail_or_take_too_long_are_not_believed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FOLDPIPE_CALIBRATION", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "LocalRanks", _NoRanks)
     monkeypatch.setattr(calibration, "fork_server", lambda *given: None)
     found = with_figures(asked(), tmp_path).hardware
-    assert found == HardwareConfig(name=DATASHEET)
+    assert found == HardwareConfig(name=ASSUMED)
     assert capsys.readouterr().out == (
         "hardware=auto: measuring this machine, once for 2 ranks\n"
         "hardware=auto: this machine could not be measured (rank 0 was ended by SIGALRM); "
-        "predicted for the datasheet hardware=cpu_laptop\n"
+        "predicted for hardware=cpu_laptop\n"
     )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"schedule": {"layers_per_stage": [1, 2]}}, {"pp": 100_000}, {"compile": True}]
+)
+def test_a_request_that_is_refused_measures_nothing(wrong, cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no compiler
+    with pytest.raises(PlanError):
+        with_figures(asked(**wrong), tmp_path)
+    assert cache == []
 
 
 def test_ranks_elsewhere_are_not_this_machine(cache, tmp_path, capsys):
     config = asked(cluster={"name": "torchrun"})
-    assert with_figures(config, tmp_path).hardware.name == DATASHEET
+    assert with_figures(config, tmp_path).hardware.name == ASSUMED
     assert "ranks run on other machines, or are started elsewhere" in capsys.readouterr().out
 
 
