@@ -28,7 +28,13 @@ from launcher.config.pipeline import ASSUMED, AUTO, QUICK, HardwareConfig, Profi
 from launcher.planning.hardware_fit import hardware_values
 from launcher.planning.profile_check import fingerprint, rank_threads, this_machine
 from launcher.planning.question import planned_gpus
-from launcher.processes.local import LocalRanks, own_folder, rank_environment, take_outcome
+from launcher.processes.local import (
+    LocalRanks,
+    own_folder,
+    rank_environment,
+    take_outcome,
+    user_cache,
+)
 from launcher.processes.task import rewrite_task, write_task
 from launcher.report.result import write_atomically
 from launcher.resolve import element_sizes, num_cores, num_gpus, num_replicas, resolve, uses_gpu
@@ -96,7 +102,7 @@ def _figures(config: LaunchConfig, run_dir: Path) -> HardwareConfig:
     facts = _facts(config, ranks)
     folder = own_folder("hardware")
     if folder is None:
-        raise _UnmeasuredError("the cache folder cannot be written, so nothing was measured")
+        raise _UnmeasuredError(f"{user_cache()} cannot be written")
     file = Path(folder) / f"{fingerprint(facts)}.json"
     found = _read(file, facts)
     if found is not None:
@@ -106,13 +112,16 @@ def _figures(config: LaunchConfig, run_dir: Path) -> HardwareConfig:
     if not _plans(config):
         check_world(config)
         check_before_start(resolve(config), None)  # What is refused starts nothing.
-    with _alone(file.with_suffix(".lock")):
-        found = _read(file, facts)  # of another job of a sweep, meanwhile
-        if found is None:
-            say(f"hardware=auto: measuring this machine, once for {_count(ranks)}")
-            found = _measured(config, ranks)
-            content = {"machine": facts, "hardware": asdict(found)}
-            write_atomically(file, json.dumps(content, indent=1) + "\n")
+    try:
+        with _alone(file.with_suffix(".lock")):
+            found = _read(file, facts)  # of another job of a sweep, meanwhile
+            if found is None:
+                say(f"hardware=auto: measuring this machine, once for {_count(ranks)}")
+                found = _measured(config, ranks)
+                content = {"machine": facts, "hardware": asdict(found)}
+                write_atomically(file, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise _UnmeasuredError(f"{file.parent} cannot be written ({error.strerror})") from error
     return found
 
 

@@ -121,10 +121,18 @@ def test_a_cache_that_cannot_be_written_falls_back_to_what_is_assumed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert with_figures(asked(), tmp_path).hardware == HardwareConfig(name=ASSUMED)
     assert cache == []
-    assert capsys.readouterr().out == (
-        "hardware=auto: the cache folder cannot be written, so nothing was measured; predicted for "
-        "hardware=cpu_laptop\n"
-    )
+    said = f"hardware=auto: {tmp_path}/file/foldpipe cannot be written; predicted for "
+    assert capsys.readouterr().out == f"{said}hardware=cpu_laptop\n"
+
+
+def test_a_folder_of_the_cache_that_takes_no_file_is_told_and_not_fatal(cache, tmp_path, capsys):
+    with_figures(asked(), tmp_path)
+    lock = kept(tmp_path).with_suffix(".lock")
+    kept(tmp_path).unlink()
+    lock.unlink()
+    lock.mkdir()
+    assert with_figures(asked(), tmp_path).hardware == HardwareConfig(name=ASSUMED)
+    assert f"{lock.parent} cannot be written (Is a directory)" in capsys.readouterr().out
 
 
 class _NoRanks:
