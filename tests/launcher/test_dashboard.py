@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+import wandb
 
 from launcher.commands.dashboard import AXIS, VIEW
 from launcher.report.tracked import request
@@ -84,6 +85,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     yield server
+    wandb.teardown()  # Else this process keeps the address and the key for its next run.
     server.shutdown()
     server.server_close()
     thread.join()
