@@ -91,50 +91,38 @@ def replay(program: Program, table: CostTable) -> tuple[list[float], list[float]
     return _spans(program, table, steps=1, cores=None)[0]
 
 
-def compute_times(
-    program: Program,
-    durations: Sequence[float],
-    arrivals: Sequence[Sequence[tuple[int, float]]],
+def order_times(
+    program: Program, durations: Sequence[float], hop: float
 ) -> tuple[list[float], list[float]]:
     """Start and end of every node of a program without messages.
 
-    ``arrivals`` are per node, (node that must have ended, how long after its end that is known
-    here); those of the same rank are known at once.
+    What one rank hands to another is known there one ``hop`` after its end, what a rank makes
+    itself at once. Updates wait for nothing.
     """
     graph = program.graph
     rank, count = graph.rank, len(graph.nodes)
-    hops: list[float] = []
+    messages = 0
     needs: list[tuple[int, ...]] = [()] * count
     leaving: list[tuple[Sent, ...]] = [()] * count
-    for node, found in enumerate(arrivals):
-        here = rank[node]
-        for need, hop in found:
-            if rank[need] == here:
+    for node, found in enumerate(graph.needs):
+        if graph.nodes[node].kind not in MICROBATCH_KINDS:
+            continue
+        for need in found:
+            if rank[need] == rank[node]:
                 continue  # It stands before this one in the list.
             if hop:
                 # A message with a node of its own, which no link holds up.
-                arrives = count + len(hops)
-                leaving[need] += ((arrives, arrives, 0, len(hops)),)
-                hops.append(hop)
+                arrives = count + messages
+                leaving[need] += ((arrives, arrives, 0, messages),)
+                messages += 1
                 need = arrives
             needs[node] += (need,)
     steps = [(node, rank[node], node, needs[node], leaving[node]) for node in graph.order]
     clocks = Clocks.at_zero(len(program.ranks))
-    size = count + len(hops)
-    start, end, _ = run_lists(steps, size, durations=durations, latency=hops, clocks=clocks)
+    latency = [hop] * messages
+    size = count + messages
+    start, end, _ = run_lists(steps, size, durations=durations, latency=latency, clocks=clocks)
     return start[:count], end[:count]
-
-
-def order_times(
-    program: Program, durations: Sequence[float], hop: float
-) -> tuple[list[float], list[float]]:
-    """The same where what one rank tells another takes one ``hop``, and updates hold up nobody."""
-    nodes, needs = program.graph.nodes, program.graph.needs
-    arrivals = [
-        [(need, hop) for need in found] if item.kind in MICROBATCH_KINDS else []
-        for item, found in zip(nodes, needs, strict=True)
-    ]
-    return compute_times(program, durations, arrivals)
 
 
 # ------------------------------------------------------------------------------------ the one pass
