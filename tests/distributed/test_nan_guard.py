@@ -338,7 +338,6 @@ class Hooked(Faulty):
     """Its hook leaves a gradient not finite, which the backward has made finite."""
 
     hook = ""
-    reads_weights = False  # It changes a gradient of its own stage.
 
     def _spoil(self) -> None:
         assert self.fault is not None

@@ -8,15 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from strategies.errors import ModelError
 from strategies.ir.kinds import Kind
 from strategies.runtime.lightning.strategy import PipelineStrategy
-from tests.ranks.fit import fit as short_fit
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -115,28 +113,11 @@ class Unfreezing(Callback):
                 parameter.requires_grad_(value)
 
 
-class Adding(BaseFinetuning):
-    """Trains the first two units from the second epoch on, in a group of its own."""
-
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.units[:2])
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.units[:2], optimizer, lr=0.02)
-
-
-class Trained(Units):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.01)
-
-
 KINDS: dict[str, tuple[type[Units], list[type[Callback]]]] = {
     "unused": (WithUnused, []),
     "in-place": (InPlace, []),
     "tied-and-looked-at": (Looking, []),
     "unfreezing": (Units, [Unfreezing]),
-    "added": (Trained, [Adding]),
 }
 
 QUIET = {
@@ -184,9 +165,7 @@ def fit(kind: str, layout: tuple[int, int] | None) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*(many workers|LeafSpec|logging interval).*")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.full) if k == "added" else k for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((2, 2), marks=pytest.mark.full)])
 def test_unusual_modules_train_as_on_one_device(
     kind: str, layout: tuple[int, int], ranks: Callable[[int], Ranks]
@@ -370,77 +349,3 @@ def test_a_sampler_of_the_users_own_is_dealt_out(ranks: Callable[[int], Ranks]) 
 def test_what_cannot_be_dealt_out_is_refused(ranks: Callable[[int], Ranks]) -> None:
     for message in ranks(2).run(batches_seen, kind="batches"):
         assert "every replica would train on the same data" in message
-
-
-LOOKS: dict[str, Callable[[Any, Any], object]] = {
-    "norm": lambda module, _: torch.stack([p.norm() for p in module.parameters()]).norm(),
-    "numel": lambda module, _: sum(p.numel() for p in module.parameters()),
-    "mul": lambda _, optimizer: [p.grad * 2 for g in optimizer.param_groups for p in g["params"]],
-    "clone": lambda module, _: [v.clone() for v in module.state_dict().values()],
-    "mean": lambda module, _: [p.data.view(-1).mean() for p in module.parameters()],
-    "linear": lambda module, _: module.units[0](torch.ones(1, 4, dtype=torch.float64)),
-}
-
-
-class Looks(Units):
-    looks: Callable[[Any, Any], object]
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.looks(self, optimizer)
-
-
-def looked(layout: dict[str, int]) -> dict[str, str]:
-    found = {}
-    for name, look in LOOKS.items():
-        module = Looks()
-        module.looks = lambda *given, look=look: look(*given)  # type: ignore[misc]
-        try:
-            with short_fit(module, _loader(8), strategy=layout, max_steps=1):
-                found[name] = ""
-        except ModelError as error:
-            found[name] = str(error)
-    return found
-
-
-def test_a_hook_that_looks_at_parameters_of_units_is_named(ranks: Callable[[int], Ranks]) -> None:
-    first, second = ranks(2).run(looked, layout={"pp": 2, "num_microbatches": 2})
-    assert first.keys() == LOOKS.keys()
-    for name, message in first.items():
-        assert message.startswith(
-            f"Looks.on_before_optimizer_step looks at parameters ({name}) of Looks, which declares "
-            "pipeline_units(): a rank has those of its own stages, and units.4.0.weight is "
-        ), message
-        assert second[name]
-
-
-class Harmless(Units):
-    """Its hooks ask for what a stage knows, and change what all stages change alike."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for unit in self.units[:2]:
-            unit.requires_grad_(batch_idx > 1)
-        assert next(self.parameters()).device.type == "cpu"
-
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.clip_gradients(optimizer, 1e-3, "value")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.mul_(0.9).sub_(parameter.grad, alpha=0.1)
-
-
-def harmless(layout: dict[str, int] | None) -> dict[str, Tensor]:
-    with short_fit(Harmless(), _loader(8), strategy=layout, max_steps=3) as run:
-        return run.weights
-
-
-def test_a_hook_that_looks_at_no_values_of_units_trains_as_under_stock_lightning(
-    ranks: Callable[[int], Ranks],
-) -> None:
-    (stock,) = ranks(1).run(harmless, layout=None)
-    for found in ranks(2).run(harmless, layout={"pp": 2, "num_microbatches": 2}):
-        assert found.keys() == stock.keys()
-        assert all(torch.allclose(found[n], w, rtol=0, atol=1e-12) for n, w in stock.items())

@@ -167,9 +167,8 @@ class SetupStrategy(UpdatingStrategy):
 
         def clip_what_is_here(optimizer: Optimizer, clip_val: float) -> None:
             groups = optimizer.param_groups
-            with self._away():
-                if any(p.grad is not None for group in groups for p in group["params"]):
-                    clip_by_value(optimizer, clip_val)  # which takes no empty list
+            if any(p.grad is not None for group in groups for p in group["params"]):
+                clip_by_value(optimizer, clip_val)  # which takes no empty list
 
         self.precision_plugin.clip_grad_by_value = clip_what_is_here  # type: ignore[method-assign]
         scaler = self._scaler
@@ -265,8 +264,8 @@ class SetupStrategy(UpdatingStrategy):
         self._loop = None if stream is None else StreamLoop(self, self._engine)
         self._hooks = None
         where = self.coordinates
-        streams = self._loop is not None and self._engine.model.table is not None
-        if where.pp > 1 or where.tp > 1 or where.ep > 1 or streams:
+        whole = self._engine.model.table is not None and (where.pp > 1 or self._loop)
+        if whole or where.tp > 1 or where.ep > 1:
             self._hooks = ParameterHooks(
                 self._engine,
                 module,
@@ -348,7 +347,7 @@ class SetupStrategy(UpdatingStrategy):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, BaseFinetuning) for callback in callbacks):
             refuse_freezing(mains)
-        late, watched = self._loop is not None, self._bringing is not None
+        late, watched = self._loop is not None, self._hooks is not None
         shown = mains.sharded or (late and not watched)
         if shown and not any(isinstance(c, WholeWeights) for c in callbacks):
             callbacks.insert(
@@ -393,7 +392,7 @@ class SetupStrategy(UpdatingStrategy):
             return self._loop.drain()
 
     def _show_weights(self) -> None:
-        if self._bringing is None:
+        if self._hooks is None:
             self.drain()
         self.engine.complete()
 

@@ -233,7 +233,7 @@ class PipelineStrategy(SetupStrategy):
         self.engine.mirror.share()  # A checkpoint is of what all ranks have.
         with self._away():
             parts = super().lightning_module_state_dict()
-        if not self._has_sights or self._bringing is None:
+        if not self._has_sights or self._hooks is None:
             return parts
         self._writer.sight = StateOnSight(parts, self._whole_in_hook)
         return self._writer.sight
@@ -242,7 +242,7 @@ class PipelineStrategy(SetupStrategy):
         """The whole state where it is to be had: in a hook, or behind a training."""
         if self.whole.restored:
             return dict(self.whole.module.state_dict())
-        return None if self._bringing is None else self._bringing.state()
+        return None if self._hooks is None else self._hooks.state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with self._away():
@@ -389,7 +389,7 @@ class PipelineStrategy(SetupStrategy):
                 return self._joined(batch, result)
             except ModelError as error:
                 # It is no prediction per row: the batch's is what one run of the step returns.
-                if self._bringing is None and not self.engine.is_alone:
+                if self._hooks is None and not self.engine.is_alone:
                     raise
                 number = self._which(indices, "predict")["dataloader_idx"]
                 self.engine.leave_uncut(batch, "predict", number, error)
@@ -411,7 +411,7 @@ class PipelineStrategy(SetupStrategy):
 
     def _evaluate(self, batch: Any, indices: Sequence[int], mode: Mode) -> PassResult:
         which = self._which(indices, mode)
-        asks = self.engine.is_alone or self._bringing is not None
+        asks = self.engine.is_alone or self._hooks is not None
         refused = self.engine.refusal(batch, **which) if asks else None
         if refused is None:
             result = self.engine.evaluation_pass(batch, **which)
@@ -439,7 +439,7 @@ class PipelineStrategy(SetupStrategy):
         """Runs a step that cannot be cut as a hook runs: on every rank, with the whole model."""
         module, name = self.lightning_module, STEP_NAMES[mode]
         assert module is not None
-        if isinstance(refused, SideEffectError) and self._bringing is not None:
+        if isinstance(refused, SideEffectError) and self._hooks is not None:
             raise refused
         self.engine.mirror.share()  # Batches before may have been cut, and left it on one rank.
         none = isinstance(refused, NoLayersError)  # An early return, which needs no weights.
@@ -448,7 +448,7 @@ class PipelineStrategy(SetupStrategy):
                 "every rank runs it as a whole, with all weights, which are brought to it for each "
                 "batch."
             )
-            if self._bringing is None:
+            if self._hooks is None:
                 how = "it runs as a whole, as under stock Lightning."
             self._tell(
                 f"{name} of {type(module).__name__} cannot be cut into stages: {refused} So {how}"
@@ -457,10 +457,10 @@ class PipelineStrategy(SetupStrategy):
         self.engine.complete()
         with captured_logs(module) as logs:
             step = partial(getattr(module, name), batch, *indices)
-            if self._bringing is None:
+            if self._hooks is None:
                 output = step()
             else:
-                output = self._bringing.run(module, name, partial(watched, step))
+                output = self._hooks.run(module, name, partial(watched, step))
         return self.engine.share_logs(logs.calls(), output)
 
     @property

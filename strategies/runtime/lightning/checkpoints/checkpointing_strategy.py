@@ -86,11 +86,6 @@ class CheckpointingStrategy(RanksStrategy):
         self._met = 0  # in which group of all processes the engine was made
 
     @property
-    def _bringing(self) -> ParameterHooks | None:
-        """The hooks, where the whole model can be brought to them."""
-        return self._hooks if self._hooks is not None and self._hooks.brings else None
-
-    @property
     def engine(self) -> Engine:
         """The running pipeline; there from ``setup`` on."""
         assert self._engine is not None, "the strategy is set up by Trainer.fit and its kin"

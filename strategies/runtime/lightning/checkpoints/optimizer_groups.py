@@ -52,8 +52,8 @@ class OptimizerGroups:
 
     def stock_orders(self) -> list[Order]:
         """The parameters of the optimizers as they are now, in the whole module; collective."""
-        if self._strategy._bringing is not None:
-            found = self._strategy._bringing.group_names()
+        if self._strategy._hooks is not None:
+            found = self._strategy._hooks.group_names()
         elif self._strategy.coordinates.pp == 1:
             found = self._own_groups()
         else:
@@ -127,7 +127,7 @@ class OptimizerGroups:
         if (
             saves
             and as_files
-            and self._strategy._bringing is None
+            and self._strategy._hooks is None
             and self._strategy.coordinates.pp > 1
         ):
             for groups, order in zip(own, self._asked_orders(), strict=True):

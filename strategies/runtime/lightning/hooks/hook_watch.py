@@ -50,15 +50,10 @@ class Watch(TorchFunctionMode):
 _WRITING = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"}
 
 
-def writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-
-
 def _writes_view(func: Callable[..., Any], args: Any) -> bool:
     """Whether an operation changes a part of a larger tensor that needs no gradient."""
-    if not args or not writes(func):
+    name = getattr(func, "__name__", "")
+    if not args or not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))):
         return False
     written = args[0] if isinstance(args[0], list | tuple) else [args[0]]
     with torch._C.DisableTorchFunctionSubclass():

@@ -23,14 +23,13 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError
 from strategies.models.collectives import is_collective, refuse_repeated
+from strategies.models.held_units import Elsewhere
 from strategies.models.replay.hole import Hole, is_question, operation_name
 from strategies.runtime.lightning.hooks.hook_watch import (
     Watch,
@@ -41,7 +40,6 @@ from strategies.runtime.lightning.hooks.hook_watch import (
     leaves_of,
     listings_watched,
     mapped,
-    writes,
 )
 from strategies.runtime.lightning.hooks.shown_groups import Groups
 from strategies.runtime.lightning.hooks.whole_parameters import (
@@ -63,11 +61,6 @@ _SHAPES = frozenset(
 _NO_VALUES = frozenset(
     ["requires_grad_", "grad", "data_ptr", "register_hook", "register_post_accumulate_grad_hook"]
 )
-_COUNTS = frozenset(["numel", "nelement", "nbytes"])  # People add these up.
-# What takes no values yet.
-_HANDED_ON = _NO_VALUES | {
-    "data", "detach", "view", "view_as", "__getitem__", "requires_grad", "is_leaf",
-}  # fmt: skip
 
 
 class ParameterHooks(WholeParameters):
@@ -80,9 +73,7 @@ class ParameterHooks(WholeParameters):
         self.unwatch()
         self._look()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        owners = [*callbacks, self._module]
-        if not self.brings:  # Each stage adds its own parameters to its groups.
-            owners = [each for each in owners if not isinstance(each, BaseFinetuning)]
+        owners = (*callbacks, self._module)
         hooks = [(owner, name) for owner in owners for name in hooks_of(owner)]
         self._bulletin.post([label_of(owner, name) for owner, name in hooks])
         said = self._bulletin.read()
@@ -157,7 +148,6 @@ class ParameterHooks(WholeParameters):
                 for groups in self._optimizers:
                     groups.show()
                 self._watching = True
-                self._memory.clear()
                 self._look_at_buffers()
                 called = self._on_call if self._sharing else None
                 stack.enter_context(listings_watched(self._on_listing, self._refuse_new, called))
@@ -178,10 +168,7 @@ class ParameterHooks(WholeParameters):
         """An operation in a watched hook: brings what it needs; gives the arguments to use."""
         if self._watching and self._call is not None and is_collective(func):
             refuse_repeated(func, args, kwargs, hook=self._call[1])
-        if self._watching and not self.brings:
-            self._refuse_units(func, (args, kwargs))
-        looks = self._watching and self.brings
-        if not looks or not any(map(self._counts, leaves_of((args, kwargs)))):
+        if not self._watching or not any(map(self._counts, leaves_of((args, kwargs)))):
             return args, kwargs
         # The one thing that an optimizer asks of what add_param_group() is given.
         if not is_question(func) or operation_name(func) == "is_leaf":
@@ -190,8 +177,6 @@ class ParameterHooks(WholeParameters):
             if gradient and is_clearing():
                 return mapped(args, self._present), mapped(kwargs, self._present)
             self._bring(GRADIENTS if gradient else WEIGHTS)
-        elif operation_name(func) in _SHAPES and not self._here:
-            args, kwargs = (mapped(each, self._shares.by_shape) for each in (args, kwargs))
         return mapped(args, self._present), mapped(kwargs, self._present)
 
     def _on_setup(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -209,44 +194,26 @@ class ParameterHooks(WholeParameters):
         return args, kwargs
 
     def _on_listing(self, module: nn.Module) -> None:
-        looks = self._watching and self.brings
-        if looks and any(id(child) in self._modules for child in module.modules()):
+        if self._watching and any(id(child) in self._modules for child in module.modules()):
+            self._refuse_units(module)
             self._bring(WEIGHTS)
 
-    def _refuse_units(self, func: Callable[..., Any], given: Any) -> None:
-        """Refuses what takes a stage's parameters for all: of units none come from other stages.
-
-        Each may be changed in place by itself.
-        """
-        name = operation_name(func)
-        if writes(func) or name in _HANDED_ON or (is_question(func) and name not in _COUNTS):
+    def _refuse_units(self, module: nn.Module) -> None:
+        """Refuses a list that lacks parameters: units of other stages are on no other rank."""
+        if self._table is not None or self._call is None or is_clearing():
             return
-        if not any(map(self._is_own, leaves_of(given))):
-            return
-        own = self._engine.named_parameters()
-        away = next((n for n in self._engine.model.parameter_names if n not in own), None)
-        if self._call is None or away is None or is_clearing() or _in_optimizer():
-            return
-        raise ModelError(
-            f"{self._call[1]} looks at parameters ({name}) of {type(self._module).__name__}, which "
-            f"declares pipeline_units(): a rank has those of its own stages, and {away} is "
-            "elsewhere. Change each parameter in place by itself (mul_, clamp_), remove "
-            "pipeline_units(), so that training_step itself is cut and hooks get all parameters, "
-            "or use pp=1."
-        )
-
-    def _is_own(self, leaf: Tensor) -> bool:
-        """Whether a tensor is a parameter of this rank, or its gradient, or a part of either."""
-        if not self._memory:
-            own = self._engine.named_parameters().values()
-            found = [t for p in own for t in (p, p.grad) if t is not None and t.numel()]
-            self._memory = {tensor.untyped_storage().data_ptr() for tensor in found}
-        strided = leaf.layout == torch.strided and not leaf.is_meta
-        return strided and leaf.untyped_storage().data_ptr() in self._memory
+        if any(isinstance(child, Elsewhere) for child in module.modules()):
+            own = self._engine.named_parameters()
+            names = (name for name in self._engine.model.parameter_names if name not in own)
+            raise ModelError(
+                f"{self._call[1]} lists the parameters of {type(module).__name__}, which declares "
+                f"pipeline_units(): a rank has those of its own stages, and {next(names)} is "
+                "elsewhere. Use pp=1, where ranks that share weights (tp, ep) bring all of them."
+            )
 
     def _on_call(self, module: nn.Module) -> None:
         # Before its forward begins, which is another one where weights are whole.
-        if self._watching and self.brings and id(module) in self._sharing:
+        if self._watching and id(module) in self._sharing:
             self._bring(WEIGHTS)
 
     def _refuse_new(self, module: nn.Module, given: Any) -> None:
@@ -316,8 +283,7 @@ class ParameterHooks(WholeParameters):
 def _in_optimizer() -> bool:
     """Whether an optimizer's own method is at work."""
     frame: FrameType | None = sys._getframe(2)
-    ends = ParameterHooks.run.__code__
-    while frame and frame.f_code.co_name != "configure_optimizers" and frame.f_code is not ends:
+    while frame is not None and frame.f_code.co_name != "configure_optimizers":
         if isinstance(frame.f_locals.get("self"), Optimizer):
             return True
         frame = frame.f_back

@@ -2,7 +2,7 @@
 
 At the first touch all ranks tell each other what they have come to and what they want (weights,
 gradients); each brings what it owns, of shares the whole. Behind the hook each keeps its own part
-of what was changed. Of a module that declares units nothing is brought from other stages.
+of what was changed. Of a module that declares units a rank has its own stages' parameters alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ class WholeParameters:
         changed: Called when a hook has ended that had the whole model.
         settle: Called on all ranks before weights or gradients are brought; what is under way may
             end there. Whether anything was.
-
-    Attributes:
-        brings: Whether it can: not where the module declares units, and other stages have some.
     """
 
     def __init__(
@@ -61,16 +58,13 @@ class WholeParameters:
         self._settle = settle
         self._where = engine.coordinates
         self._patience_s = min(_PATIENCE_S, engine.options.timeout_s)
-        self.brings = self._table is not None or self._where.pp == 1
+        engine.create_hook_groups(timeout_s=self._patience_s)
         # What is under way ends on all replicas or on none; so is an expert brought.
         together = engine.stream is not None or self._where.exchanges_across
         replicas = range(self._where.dp) if together else [self._where.dp_rank]
         self._ranks = [rank for replica in replicas for rank in self._where.replica(replica)]
         among = tuple(sorted(self._ranks))
-        self._bulletin = Bulletin(None, 1)
-        if self.brings:
-            engine.create_hook_groups(timeout_s=self._patience_s)
-            self._bulletin = Bulletin(engine.communicators.get("hooks", among), len(among))
+        self._bulletin = Bulletin(engine.communicators.get("hooks", among), len(among))
         self._owners = dict.fromkeys(engine.named_parameters(), self._where.pp_rank)
         if self._table is not None:
             first = engine.model.first_stages()
@@ -83,7 +77,6 @@ class WholeParameters:
         self._told: set[str] = set()
         self._call: tuple[tuple[int, str], str] | None = None  # the hook that runs, and its name
         self._watching = False
-        self._memory: set[int] = set()  # of this rank's parameters and gradients, in a hook
         self._look()
         self._here = False  # whether the holes' places are filled
         # Parameters with gradient hooks that were there at the last look: whether they are here.
