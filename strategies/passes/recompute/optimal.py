@@ -25,6 +25,7 @@ from strategies.passes.recompute.starts import (
     preposed,
     sibling_orders,
     weights_at_once,
+    weights_in_time,
 )
 
 _PROMISING = 1.03  # Over the fastest of the own orders: the slowest that the search begins with.
@@ -73,7 +74,9 @@ def _starts(program: Program, table: CostTable, room: tuple[int, ...]) -> list[P
     rows = zip(program.ranks, room, strict=True)
     tight = [_given_up(row, places) != set() for row, places in rows]
     early = forwards_early(program, table, tight)
-    own = _fitted([program, preposed(program, table), early], room)
+    ahead = preposed(program, table)
+    timely = [weights_in_time(order, room) for order in (program, ahead)]
+    own = _fitted([program, ahead, *timely, early], room)
     timed = {order: makespan(order, table) for order in own}
     slowest = _PROMISING * min(timed.values())
     timed |= {order: makespan(order, table) for order in _fitted(sibling_orders(program), room)}

@@ -10,7 +10,7 @@ from math import inf
 
 from strategies.costs.table import CostTable
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import Kind
+from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
 from strategies.passes.recompute.local_search import TimedLists, prepose_forward
@@ -20,6 +20,8 @@ from strategies.passes.recompute.mario import (
     remove_redundancy,
 )
 from strategies.schedules import SCHEDULES, Schedule
+
+Pair = tuple[int, int | None]  # stage, microbatch
 
 
 def preposed(program: Program, table: CostTable) -> Program:
@@ -41,6 +43,36 @@ def weights_at_once(program: Program) -> Program:
             for part in item.parts:
                 if part.kind is Kind.I:
                     items.append(Instruction(Kind.W, part.stage, part.microbatch))
+        rows.append(tuple(items))
+    return program.with_ranks(tuple(rows))
+
+
+def weights_in_time(program: Program, room: tuple[int, ...]) -> Program:
+    """Ws earlier where an F or an I needs their places, the oldest first; the others stay."""
+    rows = []
+    for row, places in zip(program.ranks, room, strict=True):
+        weights = {(i.stage, i.microbatch): i for i in row if i.kind is Kind.W}
+        items: list[Instruction] = []
+        kept: set[Pair] = set()  # Pairs that hold a place.
+        waiting: list[Pair] = []  # Those of them that wait for their W.
+        for item in row:
+            if item.kind is Kind.W and (item.stage, item.microbatch) not in waiting:
+                continue
+            pairs = {(p.stage, p.microbatch) for p in item.parts if p.kind in (Kind.F, Kind.I)}
+            while pairs and waiting and len(kept | pairs) > places:
+                items.append(weights[waiting[0]])
+                kept.remove(waiting.pop(0))
+            items.append(item)
+            for part in item.parts:
+                pair = part.stage, part.microbatch
+                if part.kind is Kind.I or (part.kind is Kind.F and len(kept) < places):
+                    kept.add(pair)
+                if part.kind is Kind.I and pair in weights:
+                    waiting.append(pair)
+                elif part.kind is Kind.W:
+                    waiting.remove(pair)
+                if part.kind in GRADIENT_KINDS:
+                    kept.discard(pair)
         rows.append(tuple(items))
     return program.with_ranks(tuple(rows))
 

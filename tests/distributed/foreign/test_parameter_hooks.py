@@ -478,6 +478,28 @@ class ValidatedWeights(Validated):
             parameter.data.mul_(0.99)
 
 
+class Sizes(Net):
+    """A rate for each group by the size of its parameters, before anything else looks at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(layer.parameters())} for layer in (self.net, self.head)]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            self.sizes += [(*p.shape, p.numel(), p.nbytes, len(p)) for p in group["params"]]
+            group["lr"] = 1.0 / sum(p.numel() for p in group["params"])
+            group["momentum"] *= 0.5
+
+
+def sizes(module: Any, trainer: Any) -> Any:
+    return module.sizes
+
+
 def seen(module: Any, trainer: Any) -> Any:
     return module.seen if trainer.is_global_zero else None
 
@@ -513,6 +535,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "unfreezing": (Unfreezing, {"max_epochs": 2}),
     "freezing_middle": (FreezingMiddle, {}),
     "added_group": (AddedGroup, {}),
+    "sizes": (Sizes, {"told": sizes}),
     "finetuning": (Tuned, {"callbacks": finetuning, "max_epochs": 4, "told": learning_rates}),
 }
 

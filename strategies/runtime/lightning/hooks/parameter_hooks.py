@@ -177,6 +177,8 @@ class ParameterHooks(WholeParameters):
             if gradient and is_clearing():
                 return mapped(args, self._present), mapped(kwargs, self._present)
             self._bring(GRADIENTS if gradient else WEIGHTS)
+        elif operation_name(func) in _SHAPES and not self._here:
+            args, kwargs = (mapped(each, self._shares.by_shape) for each in (args, kwargs))
         return mapped(args, self._present), mapped(kwargs, self._present)
 
     def _on_setup(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -11,7 +11,11 @@ from strategies.lowering.send_recv import add_messages
 from strategies.passes.recompute.local_search import TimedLists, improve, makespan
 from strategies.passes.recompute.mario import apply_checkpoint, overlap_recompute
 from strategies.passes.recompute.optimal import keep_what_fits
-from strategies.passes.recompute.starts import forwards_early, weights_at_once
+from strategies.passes.recompute.starts import (
+    forwards_early,
+    weights_at_once,
+    weights_in_time,
+)
 from strategies.plan import Plan
 from strategies.simulator.engine import simulate
 from tests.strategies.programs import texts, written
@@ -108,3 +112,12 @@ def test_forwards_run_while_a_tight_rank_would_wait():
     assert texts(early) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
     assert forwards_early(program, COSTS.table(program), (False, False)) == program
     assert not recomputed_pairs(early)
+
+
+def test_a_w_comes_earlier_where_its_place_is_needed_and_no_other():
+    program = written("0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2", num_microbatches=3)
+    found = verify(weights_in_time(program, (2,)))
+    assert texts(found) == ["0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"]
+    assert keep_what_fits(program, (2,)) is None
+    assert keep_what_fits(found, (2,)) == found
+    assert weights_in_time(program, (3,)) == program

@@ -71,7 +71,8 @@ def test_a_script_under_pythons_debugger_is_started_again(monkeypatch, tmp_path)
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(OSError, match="enough"):
         trainer.fit(_Line(), DataLoader(torch.randn(8, 2), batch_size=4))
-    assert started == [[sys.executable, str(script)]]
+    # Lightning adds words of Hydra where an earlier test of this process has used that.
+    assert [command[:2] for command in started] == [[sys.executable, str(script)]]
 
 
 @pytest.mark.parametrize(
