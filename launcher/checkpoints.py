@@ -209,8 +209,8 @@ def newest_checkpoint(
     if whole is not None:
         return whole
     none = (
-        f"no {'usable ' if found else ''}checkpoint of experiment_name={experiment_name} lies below "
-        f"outputs/, multirun/ or {run_dir.parent}"
+        f"no {'usable ' if found else ''}checkpoint of experiment_name={experiment_name} lies "
+        f"below outputs/, multirun/ or {run_dir.parent}"
     )
     meant = did_you_mean(f"experiment_name={name}" for name in nearest(experiment_name, others))
     if not optional:
