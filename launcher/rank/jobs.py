@@ -48,6 +48,7 @@ from launcher.workloads.model_share import described
 from launcher.workloads.registry import MODELS, load
 from strategies.analysis.timeline import Timeline
 from strategies.errors import ModelError
+from strategies.raised import raised_by
 from strategies.runtime.lightning.checkpoints.rank_folder import load_state_dict
 from strategies.runtime.lightning.checkpoints.stock_file import export_file
 from strategies.runtime.lightning.strategy import PipelineStrategy
@@ -266,7 +267,9 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
         trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     except BaseException as error:
         tracked.fail(trainer.global_step)
-        lost = as_lost_loader(error, trainer) if isinstance(error, _OF_LOADERS) else None
+        # Of another rank's loader that rank speaks.
+        own = isinstance(error, _OF_LOADERS) and raised_by(error) is None
+        lost = as_lost_loader(error, trainer) if own else None
         if lost is None:
             raise
         raise lost from error
