@@ -86,7 +86,7 @@ class Facts:
         uses: Of its stage's neighbours an ACTIVATION or GRADIENT, else of its own stage. GATHERED
             and LOSS_GRADIENT only where the program makes them. SEND, RECV, DISPATCH and COMBINE
             use what their payload says.
-        makes: Each once; what nobody makes nobody can use.
+        makes: Each once; only what is made can be used.
         takes: Held from its start on.
         checkpointed: The same where its pair is recomputed later; None for no difference.
         frees: Given back at its end; below zero for what is held from then on.
