@@ -48,9 +48,8 @@ class Sharding:
         self.shards: dict[str, Shard] = {}
         self.partial: set[str] = set()
         self._styles: dict[str, Style] = {}
-        # Of weights that several layers use, and that are shares by now.
+        # Of weights that are shares by now: several layers may use one.
         self._shares: dict[int, tuple[weakref.ref[nn.Parameter], Shard]] = {}
-        self._tied = _tied(module)
         self._turned: list[Turned] = []
         self._splits: list[SplitOutput] = []
         names = [name for name, _ in module.named_modules() if name]
@@ -166,8 +165,7 @@ class Sharding:
         # The same object: its hooks stay, and lists that have it.
         whole.data = shard.local(whole.detach(), self.ranks.rank)
         self.shards[name] = shard
-        if name in self._tied:
-            self._shares[id(whole)] = weakref.ref(whole), shard
+        self._shares[id(whole)] = weakref.ref(whole), shard
         return whole
 
     def _check_even(self, name: str, size: int, block: int) -> None:
@@ -224,13 +222,6 @@ def _refusal(module: nn.Module, tp: int) -> str:
         "beside pipeline_units(), a method tensor_parallel_plan(self) that returns module names "
         "and styles, as {'layers.*.query': 'colwise', 'layers.*.output': 'rowwise'}, or use tp=1."
     )
-
-
-def _tied(module: nn.Module) -> set[str]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for found in names.values() if len(found) > 1 for name in found}
 
 
 # -- styles: what a module's plan says about each of its layers ------------------------------------
