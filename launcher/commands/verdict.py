@@ -2,9 +2,8 @@
 
 The file has torch's notation, a line per rank; SENDs and RECVs are kept if it has any, and judged
 under what the transport promises of messages (check.semantics=, check.grouped=). A configuration of
-torchtitan (.toml, .py) or NeMo AutoModel (.yaml), a script of Megatron-LM or its flags, DeepSpeed's
-instructions and zero-bubble's printed orders do as well. Keys may follow: costs, as in
-``costs=uniform costs.forward=2``, or hydra.run.dir=PATH for the files.
+torchtitan (.toml, .py) or NeMo AutoModel (.yaml), a script of Megatron-LM or its flags do as well.
+Keys may follow: costs, as in ``costs=uniform costs.forward=2``, or hydra.run.dir=PATH for files.
 
 Exit codes, for a CI: 0 it runs, 1 it does not (with its messages elsewhere it is written, where
 that helps), 2 it is no schedule.

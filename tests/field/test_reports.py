@@ -18,7 +18,6 @@ from strategies.plan import Plan
 from strategies.planner.cut import balance
 from strategies.referee import Grouped, Semantics, examine, judge, repair, time_messages
 from strategies.referee.foreign import Asked, layout_stages, read_flags
-from strategies.referee.foreign.instruction_lists import read_deepspeed
 from strategies.referee.foreign.megatron_order import interleaved
 from strategies.referee.foreign.their_words import as_csv
 from strategies.referee.foreign.torch_order import named_order, one_f_one_b
@@ -301,39 +300,3 @@ def test_megatron_1852_a_loss_that_is_not_on_the_last_stage():
         layout_stages("Et|(tt|)*29L|", where="x")
     stages = layout_stages("Et|(tt|)*30L", where="x")
     assert len(stages) == 32 and stages[-1] == "L"
-
-
-# ------------------------------------------------------------------------------------------ buffers
-
-
-def _train_schedule(stages: int, stage: int, count: int, buffers: int) -> str:
-    """DeepSpeed's 1F1B of one stage, printed, with so many buffers."""
-    words: list[str] = []
-
-    def put(word: str, microbatch: int) -> None:
-        words.append(f"rank {stage}: [{word}(buffer_id={microbatch % buffers})]")
-
-    warm = min(stages - stage - 1, count)
-    for step in range(count + warm):
-        if step < count:
-            put("RecvActivation" if stage else "LoadMicroBatch", step)
-            put("ForwardPass", step)
-            if stage < stages - 1:
-                put("SendActivation", step)
-        done = step - warm
-        if done >= 0:
-            if stage < stages - 1:
-                put("RecvGrad", done)
-            put("BackwardPass", done)
-            if stage:
-                put("SendGrad", done)
-    return "\n".join(words) + "\n"
-
-
-def test_deepspeed_2800_a_stage_needs_a_buffer_for_each_forward_in_flight_and_no_more():
-    """Reported: 4 stages, 8 microbatches, the first stage asks for 5 buffers and needs 4."""
-    enough = "".join(_train_schedule(4, stage, 8, 4 - stage) for stage in range(4))
-    assert examine(read_deepspeed(enough, name="x").file.text, semantics="buffered").runs
-    tight = _train_schedule(4, 0, 8, 3)
-    with pytest.raises(ProgramError, match="this forward overwrites buffer 0 of rank 0"):
-        read_deepspeed(tight, name="x")

@@ -1,8 +1,8 @@
 """Megatron-LM's schedule from its flags: a command line, or the script that has them.
 
-A script is read and never run. ``NAME=value`` and ``NAME=$((A * B))`` are followed, so that
-``--pipeline-model-parallel-size ${PP}`` is known where the file says what PP is; where it takes it
-from elsewhere, the message says which name, and where it stands.
+A script is read and never run. ``PP=4`` is followed, so that ``--pipeline-model-parallel-size $PP``
+is known; where a value is computed, or comes from elsewhere, the message says where it stands, and
+``check.flags`` can give the number.
 
 A layout string (``--pipeline-model-parallel-layout "Et*3|(tt|)*29,m|L"``) says per stage, first
 chunk of all ranks first: E embedding, t decoder layer, m prediction of further tokens, L loss.
@@ -10,10 +10,7 @@ chunk of all ranks first: E embedding, t decoder layer, m prediction of further 
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from strategies.errors import PlanError, ProgramError
@@ -35,11 +32,8 @@ _VALUE = r"""("[^"\n]*"|'[^'\n]*'|\$\(\([^()\n]{0,200}\)\)|[^\s"'\\]+)"""
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9_-]{0,80})(?:(?::[ \t]+|=|[ \t]+)" + _VALUE + ")?")
 _SET = re.compile(r"(?m)^[ \t]{0,80}(?:export[ \t]+)?([A-Za-z_]\w{0,80})=" + _VALUE)
 _NAME = re.compile(r"\$\{(\w{1,80})(?::-([^}\n]{0,200}))?\}|\$(\w{1,80})")
-_SUM = re.compile(r"\$\(\(([^()\n]{0,200})\)\)")
-_LONGEST = 100_000  # of a value with its names filled in
-# What the length of a group in a layout string, or a nesting of names, can come to.
+# What the length of a group in a layout string can come to.
 _MOST_LAYERS = 100_000
-_DEEPEST = 20
 
 
 def read_flags(text: str, asked: Asked, *, name: str) -> Theirs:
@@ -273,61 +267,17 @@ class _Flags:
 
     def _plain(self, value: str, flag: str) -> str:
         """A value with the names that the file sets filled in."""
-        value = value.strip("\"'")
-        for _ in range(_DEEPEST):
-            if "$" not in value:
-                return value
-            if len(value) > _LONGEST:
-                break
-            value = _SUM.sub(lambda match: self._total(match[1], flag), value)
-            value = _NAME.sub(lambda match: self._name(match, flag), value)
-        raise PlanError(f"{self.where(flag)}: --{flag} is {shown(value)}, names that go in a ring.")
-
-    def _name(self, match: re.Match[str], flag: str) -> str:
-        key = match[1] or match[3]
-        found = self.names.get(key, match[2])
-        if found is None or found == match[0]:
+        found = _NAME.sub(self._name, value.strip("\"'"))
+        if "$" in found:
             raise PlanError(
-                f"{self.where(flag)}: --{flag} is {shown(match[0])}, and nothing in the file says "
-                f"what {key} is. Try check.flags='--{flag} 8', which comes last."
+                f"{self.where(flag)}: --{flag} is {shown(found)}, and the file says no value for "
+                f"that. Try check.flags='--{flag} 8', which comes last."
             )
-        return found.strip("\"'")
+        return found
 
-    def _total(self, text: str, flag: str) -> str:
-        text = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", text)
-        for _ in range(_DEEPEST):
-            if "$" not in text:
-                break
-            text = _NAME.sub(lambda match: self._name(match, flag), text[:_LONGEST])
-        try:
-            return str(_arithmetic(ast.parse(text.strip()[:200], mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-            raise PlanError(
-                f"{self.where(flag)}: --{flag} is {shown(text)}, which is no sum of numbers."
-            ) from None
-
-
-def _arithmetic(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp):
-        left, right = _arithmetic(node.left), _arithmetic(node.right)
-        if max(abs(left), abs(right)) > 10**12:
-            raise ValueError
-        for kind, what in _SUMS.items():
-            if isinstance(node.op, kind):
-                return what(left, right)
-    raise ValueError
-
-
-_SUMS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+    def _name(self, match: re.Match[str]) -> str:
+        found = self.names.get(match[1] or match[3], match[2])
+        return match[0] if found is None else found
 
 
 # ------------------------------------------------------------------------------------------ layout

@@ -15,7 +15,7 @@ SCRIPT = """\
 #!/bin/bash
 PP=4
 export MBS=2
-GBS=$((8 * MBS * 2))  # --pipeline-model-parallel-size 64
+GBS=32  # --pipeline-model-parallel-size 64
 ARGS=(
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size ${PP}
@@ -94,10 +94,10 @@ _BASE = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-si
     ("text", "told"),
     [
         ("--pipeline-model-parallel-size 4 --micro-batch-size 1", "--global-batch-size is not"),
-        ("A=1\n  --pipeline-model-parallel-size $PP", r"line 2, column 3: .*says what PP is"),
-        ("A=$B\nB=$A\n--pipeline-model-parallel-size $A", "in a ring"),
+        ("A=1\n  --pipeline-model-parallel-size $PP", r"line 2, column 3: .* is '\$PP'"),
+        ("A=$B\nB=$A\n--pipeline-model-parallel-size $A", r"is '\$B'"),
         (_BASE + "--pipeline-model-parallel-size four", "a whole number"),
-        (_BASE + "--pipeline-model-parallel-size $((2**99))", "no sum of numbers"),
+        (_BASE + "--pipeline-model-parallel-size $((2 * 4))", r"'\$\(\(2 \* 4\)\)', and the"),
         (_BASE + "--num-layers-per-virtual-pipeline-stage 2", "Try check.layers=32"),
         (_BASE + "--num-layers 9", "--num-layers 9 is no multiple of 4 ranks"),
         (_BASE + "--num-layers 9 --num-layers-per-virtual-pipeline-stage 2", "--num-layers 16"),
