@@ -1,9 +1,7 @@
 """``python -m launcher explain rank0.json rank1.json``: why a step of somebody's run took so long.
 
 The files are torch.profiler's (Kineto, Chrome's format; .gz as well), one per rank of a pipeline,
-of torch.distributed.pipelining, torchtitan, NeMo AutoModel or Megatron-LM; a folder stands for all
-in it. Where a trace does not name instructions and ranks have several stages, schedule.file= or
-check.flags= say the order that ran.
+of torch.distributed.pipelining, torchtitan or NeMo AutoModel; a folder stands for all in it.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from strategies.analysis.metrics import Metrics, measure
 from strategies.analysis.timeline import Timeline
 from strategies.compiler import compile_plan
 from strategies.errors import DataError
-from strategies.ir.program import Program
 from strategies.plan import Plan
-from strategies.referee import examine
-from strategies.referee.foreign import Asked, read_flags, read_their_file
 from strategies.referee.trace import Explanation, Wait, explain, put_together, read_trace
 from strategies.simulator.engine import simulate
 
@@ -37,7 +32,7 @@ _MOST_FILES = 4096
 def run(config: LaunchConfig, run_dir: Path) -> int:
     """Reads, brings onto one clock, blames, simulates and compares."""
     traces = [read_trace(path) for path in _files(config.trace)]
-    found = explain(put_together(traces, _order(config)))
+    found = explain(put_together(traces))
     timeline = found.measured.timeline
     metrics = measure(timeline, found.costs)
     write_schedule_files(run_dir, timeline, metrics)
@@ -65,19 +60,6 @@ def _files(named: Sequence[str]) -> list[Path]:
     if len(found) > _MOST_FILES:
         raise DataError(f"trace= names {len(found)} files; at most {_MOST_FILES} are read.")
     return found
-
-
-def _order(config: LaunchConfig) -> Program | None:
-    """What the ranks ran, where the user says it."""
-    check, path = config.check, config.schedule.file
-    asked = Asked(check.num_gpus, check.layers, config.schedule.placement)
-    if path is not None:
-        theirs = read_their_file(path, asked, flags=check.flags)
-    elif check.flags is not None:
-        theirs = read_flags(check.flags, asked, name="check.flags")
-    else:
-        return None
-    return examine(theirs.file.text, name=theirs.file.name, grouped=theirs.grouped).program
 
 
 def _panels(found: Explanation, metrics: Metrics) -> list[Panel]:
@@ -139,8 +121,6 @@ def _about(found: Explanation) -> list[str]:
             f"{len(measured.replicas)} files are of other replicas and left out, as "
             f"{measured.replicas[0]}"
         )
-    if measured.traces[0].found_by == "operators":
-        lines.append("no marks in the traces: instructions are told by operators and messages")
     return lines
 
 

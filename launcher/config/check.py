@@ -255,8 +255,9 @@ def _check_trace(config: LaunchConfig) -> None:
             for name in ("pp", "tp", "ep", "dp")
         },
         f"num_microbatches={config.num_microbatches}": config.num_microbatches != "auto",
-        f"schedule={config.schedule.name}": config.schedule.name
-        not in ("custom", LaunchConfig().schedule.name),
+        f"schedule={config.schedule.name}": config.schedule.name != LaunchConfig().schedule.name,
+        f"schedule.file={config.schedule.file}": config.schedule.file is not None,
+        f"check.flags={config.check.flags}": config.check.flags is not None,
     }
     for given, wrong in asked.items():
         if wrong:

@@ -51,7 +51,7 @@ class _Stage(nn.Module):
 def record(folder: str, interleaved: bool) -> list[tuple[float, float]]:
     """One step under the profiler; what each computation took by clocks of our own."""
     import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 
     rank, chunks = dist.get_rank(), 2 if interleaved else 1
     stages = [
@@ -78,7 +78,7 @@ def record(folder: str, interleaved: bool) -> list[tuple[float, float]]:
     schedule: Any = (
         ScheduleInterleaved1F1B(stages, COUNT, loss_fn=loss)
         if interleaved
-        else Schedule1F1B(stages[0], COUNT, loss_fn=loss)
+        else ScheduleGPipe(stages[0], COUNT, loss_fn=loss)
     )
     rows = torch.ones(2 * COUNT, 4)
 
@@ -112,7 +112,7 @@ def test_the_slow_rank_of_torchs_pipeline_is_named_and_its_bubble_is_right(
     truth = 1 - busy / (PP * (last - first))
     assert found.measured.timeline.bubble_ratio == pytest.approx(truth, abs=0.02)
     # What is left without the slow rank is the bubble of the order with what every stage sleeps.
-    name = "interleaved_1f1b" if interleaved else "1f1b"
+    name = "interleaved_1f1b" if interleaved else "gpipe"
     even = UniformCosts(1.0, 2.0)
     left = simulate(compile_plan(Plan(name, PP, COUNT, costs=even)).train, even).bubble_ratio
     assert found.without_slow is not None

@@ -31,16 +31,11 @@ def test_a_slow_rank_is_named_with_what_others_waited_for(tmp_path):
     assert ("torch" in sys.modules) == before
 
 
-def test_a_folder_and_the_order_of_flags_do_as_well(tmp_path):
+def test_a_folder_does_as_well(tmp_path):
     (tmp_path / "traces").mkdir()
     timeline = known("interleaved_1f1b", 2, 4, UniformCosts(2.0, 4.0), 2)
-    write(tmp_path / "traces", timeline, style="stack", zipped=True)
-    flags = (
-        "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4 "
-        "--num-virtual-stages-per-pipeline-rank 2"
-    )
-    words = ["mode=explain", "trace=[traces]", f"check.flags='{flags}'", DIR]
-    done = launch_here(words, tmp_path)
+    write(tmp_path / "traces", timeline, style="kernels", zipped=True)
+    done = launch_here(["mode=explain", "trace=[traces]", DIR], tmp_path)
     assert done.code == 0, done.errors
     assert "2 ranks, 4 stages, 4 microbatches" in done.output
     assert "no rank is slower" in done.output
@@ -55,6 +50,7 @@ def test_a_folder_and_the_order_of_flags_do_as_well(tmp_path):
         (["explain", "."], "a folder without a trace"),
         (["explain", "x.json", "pp=2"], "Try without pp=2."),
         (["explain", "x.json"], "it is no JSON"),
+        (["explain", "x.json", "schedule.file=x.csv"], "Try without schedule.file=x.csv."),
         (["mode=simulate", "trace=[x.json]"], "Try mode=explain"),
     ],
 )

@@ -15,7 +15,6 @@ from statistics import median
 
 from strategies.analysis.timeline import Timeline
 from strategies.errors import DataError
-from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.plan import ScheduleFile
@@ -65,11 +64,8 @@ class Measured:
     replicas: tuple[str, ...]
 
 
-def put_together(traces: Sequence[RankTrace], order: Program | None = None) -> Measured:
+def put_together(traces: Sequence[RankTrace]) -> Measured:
     """The traces of one pipeline as a timeline.
-
-    ``order``: what the ranks ran, for traces that name no instructions and more than one stage per
-    rank; its SENDs and RECVs play no part.
 
     Raises:
         DataError: A rank is missing, or the traces are not of one pipeline.
@@ -78,9 +74,8 @@ def put_together(traces: Sequence[RankTrace], order: Program | None = None) -> M
     if not traces:
         raise DataError("There is no trace. Try trace=[rank0.json,rank1.json].")
     traces = sorted(traces, key=lambda trace: -1 if trace.rank is None else trace.rank)
-    named = [_named(traces, order)] if _counted(traces) else None
-    ranks = named[0] if named else [trace.steps for trace in traces]
-    chosen, replicas = _one_pipeline(traces, ranks, neighbours=order is None)
+    ranks = [_of_stage(trace.steps, stage) for stage, trace in enumerate(traces)]
+    chosen, replicas = _one_pipeline(traces, ranks)
     used = [traces[place] for place in chosen]
     steps = [ranks[place] for place in chosen]
     count = min(map(len, steps))
@@ -113,104 +108,24 @@ def put_together(traces: Sequence[RankTrace], order: Program | None = None) -> M
 # ------------------------------------------------------------------------------------------- names
 
 _Steps = tuple[tuple[Span, ...], ...]
-
-
-def _counted(traces: Sequence[RankTrace]) -> bool:
-    return any(span.name.startswith("?") for trace in traces for span in trace.steps[0][:1])
-
-
-def _named(traces: Sequence[RankTrace], order: Program | None) -> list[_Steps]:
-    """The spans of traces that do not say which stage, with names."""
-    if order is not None:
-        if len(order.ranks) != len(traces):
-            raise DataError(
-                f"schedule.file has {len(order.ranks)} ranks, and there are {len(traces)} traces. "
-                "Give one trace of each rank of one pipeline."
-            )
-        rows = [[item for item in row if item.microbatch is not None and
-                 item.kind in _COMPUTED] for row in order.compute_rows()]  # fmt: skip
-        return [_by_order(trace, row) for trace, row in zip(traces, rows, strict=True)]
-    counted = [
-        tuple(span for step in trace.steps for span in step) if len(trace.steps) == 1 else None
-        for trace in traces
-    ]
-    flat = [row for row in counted if row is not None]
-    if len(flat) < len(traces):  # Steps are known: names come again.
-        return [_of_stage(trace.steps, stage) for stage, trace in enumerate(traces)]
-    length = _first_drained(flat[0])
-    for trace, row in zip(traces, flat, strict=True):
-        for letter in "FB":
-            number = sum(span.name[1] == letter for span in row)
-            if number % length or not number:
-                raise DataError(
-                    f"{trace.file} has {number} {'forwards' if letter == 'F' else 'backwards'}, "
-                    f"no multiple of the {length} microbatches that rank 0 runs in a step. Record "
-                    "whole steps, and give the order with schedule.file= or check.flags= where a "
-                    "rank has several stages."
-                )
-    return [_of_stage(_cut(row, length), stage) for stage, row in enumerate(flat)]
-
-
 _LISTED = 12  # stages in a message
-_COMPUTED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
-
-
-def _first_drained(row: Sequence[Span]) -> int:
-    """Microbatches of a step: the first rank holds none of them only at its end."""
-    held = 0
-    for place, span in enumerate(row):
-        held += 1 if span.name[1] == "F" else -1
-        if held == 0:
-            return (place + 1) // 2
-    raise DataError("The first rank's trace ends before its step does. Record whole steps.")
-
-
-def _cut(row: Sequence[Span], length: int) -> _Steps:
-    """Counted spans as steps of that many microbatches."""
-    steps: dict[int, list[Span]] = {}
-    for span in row:
-        step, number = divmod(int(span.name[2:]), length)
-        steps.setdefault(step, []).append(replace(span, name=f"?{span.name[1]}{number}"))
-    return tuple(tuple(steps[step]) for step in sorted(steps))
 
 
 def _of_stage(steps: _Steps, stage: int) -> _Steps:
+    """Steps whose marks name no stage, as those of the rank's only one."""
     return tuple(
-        tuple(replace(span, name=f"{stage}{span.name[1:]}") for span in step) for step in steps
+        tuple(replace(span, name=span.name.replace("?", str(stage))) for span in step)
+        for step in steps
     )
-
-
-def _by_order(trace: RankTrace, row: Sequence[Instruction]) -> _Steps:
-    spans = [span for step in trace.steps for span in step]
-    if not row or len(spans) % len(row):
-        raise DataError(
-            f"{trace.file} has {len(spans)} forwards and backwards, and the order {len(row)} per "
-            "step. Record whole steps of that order."
-        )
-    named = []
-    for place, span in enumerate(spans):
-        item = row[place % len(row)]
-        if span.name[1] != ("F" if item.kind is Kind.F else "B"):
-            raise DataError(
-                f"{trace.file}: number {place + 1} of its computations is "
-                f"{'a forward' if span.name[1] == 'F' else 'a backward'}, and the order has {item} "
-                "there. It has run something else."
-            )
-        named.append(replace(span, name=str(item)))
-    size = len(row)
-    return tuple(tuple(named[at : at + size]) for at in range(0, len(named), size))
 
 
 # ---------------------------------------------------------------------------------------- pipeline
 
 
 def _one_pipeline(
-    traces: Sequence[RankTrace], ranks: Sequence[_Steps], *, neighbours: bool
+    traces: Sequence[RankTrace], ranks: Sequence[_Steps]
 ) -> tuple[list[int], list[str]]:
-    """Which files make one pipeline, by first stage, and those of its replicas.
-
-    ``neighbours``: whether what the traces say of stages before and behind them counts.
-    """
+    """Which files make one pipeline, by first stage, and those of its replicas."""
     groups: dict[frozenset[int], list[int]] = {}
     for place, steps in enumerate(ranks):
         held = frozenset(_stages(steps[0]))
@@ -220,15 +135,11 @@ def _one_pipeline(
     all_held = {stage for place in chosen for stage in _stages(ranks[place][0])}
     missing = [stage for stage in range(max(all_held) + 1) if stage not in all_held]
     last = max(chosen, key=lambda at: max(_stages(ranks[at][0])))
-    more = neighbours and traces[last].later
-    fewer = neighbours and _counted(traces) and traces[chosen[0]].earlier
     world = traces[chosen[0]].world_size
     known = f"; the job has {world} ranks, and {len(traces)} files are given" if world else ""
-    if missing or more or fewer:
+    if missing or traces[last].later:
         listed = ", ".join(map(str, missing[:_LISTED])) + (", ..." if missing[_LISTED:] else "")
         what = f"stages [{listed}]" if missing else f"the stages from {max(all_held) + 1} on"
-        if fewer and not (missing or more):
-            what = "the first stages"
         raise DataError(
             f"No trace has {what}: a rank is missing{known}. Every rank of one pipeline writes its "
             "own file; give them all, trace=[rank0.json,rank1.json]."

@@ -14,7 +14,7 @@ from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.plan import Plan
 from strategies.simulator.engine import simulate
 
-Style = Literal["marks", "kernels", "stack", "operators"]
+Style = Literal["marks", "kernels", "operators"]
 
 
 def known(
@@ -33,7 +33,7 @@ def events(
         timeline: Which.
         rank: Whose.
         style: What stands around the computations: torch's marks with operators or with kernels
-            in them, Python's stack with kernels, or nothing but operators and messages.
+            in them, or nothing but operators and messages.
         offset: Seconds that the rank's clock is ahead.
         steps: How often the timeline ran.
     """
@@ -64,14 +64,10 @@ def events(
             entered = min(before, start)  # It waits for its input inside the mark.
             if style in ("marks", "kernels"):
                 add(f"PP:{event.instruction}", "user_annotation", entered, end)
-            elif style == "stack":
-                word = "forward" if forward else "backward"
-                called = max(before, start - 0.05)
-                add(f"megatron/schedules.py(1): {word}_step", "python_function", called, end)
             if receives:
                 add("c10d::recv_", "cpu_op", entered, entered + 0.001)
-            if style in ("kernels", "stack"):
-                launched = (called if style == "stack" else entered) + 0.0005
+            if style == "kernels":
+                launched = entered + 0.0005
                 add("cudaLaunchKernel", "cuda_runtime", launched, launched, correlation=number)
                 add("gemm", "kernel", start, end, correlation=number)
                 add("ncclDevKernel_SendRecv", "kernel", entered, end, correlation=-number)
