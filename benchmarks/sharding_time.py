@@ -1,9 +1,9 @@
 """Seconds that the search for tensor shardings takes, with the trace of shapes in its file.
 
-    python -m benchmarks.sharding_time [--tp 8] [--levels O2 O3] [NAME ...]
+    python -m benchmarks.sharding_time [--tp 8] [NAME ...]
 
 Per model: its operators, CPU seconds of the trace (once per model, then kept), of reading the
-file, and of the search at each level; and what the plan comes to, over the time of one rank alone.
+file, and of the search; and what the plan comes to, over the time of one rank alone.
 The U-Net is one of diffusion: residual blocks of GroupNorm, SiLU and convolutions with a time
 embedding, attention where images are small, and a skip from each block down to one up.
 """
@@ -26,7 +26,6 @@ from launcher.config.decode import from_dict
 from launcher.rank.jobs import build_model
 from launcher.resolve import resolve
 from strategies.costs.hardware import Hardware
-from strategies.planner.shardings.critical_values import Level
 from strategies.planner.shardings.operators import dump_graph, parse_graph
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
@@ -160,9 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[*SUBJECTS, []])
     parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--levels", nargs="+", default=["O2", "O3"], choices=["O2", "O3"])
     asked = parser.parse_args()
-    _say("model        operators   trace s    read s  search s          of tp=1  segments")
+    _say("model        operators   trace s    read s  search s   of tp=1")
     for name in asked.names or [name for name in SUBJECTS if name != "small"]:
         subject = SUBJECTS[name]()
         started = time.process_time()
@@ -172,19 +170,16 @@ def main() -> None:
         started = time.process_time()
         graph = parse_graph(text)
         read = time.process_time() - started
-        for level in asked.levels:
-            took, share, segments = _search(graph, asked.tp, level)
-            _say(
-                f"{name:12} {len(graph.operators):9} {traced:9.2f} {read:9.2f} {took:9.2f}  "
-                f"{level} {share:12.1%} {segments:9}"
-            )
+        took, share = _search(graph, asked.tp)
+        _say(
+            f"{name:12} {len(graph.operators):9} {traced:9.2f} {read:9.2f} {took:9.2f} {share:9.1%}"
+        )
 
 
-def _search(graph: Any, tp: int, level: Level) -> tuple[float, float, int]:
+def _search(graph: Any, tp: int) -> tuple[float, float]:
     started = time.process_time()
-    planner = Planner(graph, Prices(A100, tp, number_format="bf16"), level=level)
-    plan = planner.found()
-    return time.process_time() - started, plan.seconds / plan.seconds_whole, planner.num_segments
+    plan = Planner(graph, Prices(A100, tp, number_format="bf16")).found()
+    return time.process_time() - started, plan.seconds / plan.seconds_whole
 
 
 def _say(line: str) -> None:

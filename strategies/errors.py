@@ -153,15 +153,15 @@ def by_host(hosts: Mapping[int, str]) -> str:
 # ---------------------------------------------------------------------------- optional packages
 
 _OPTIONAL = (
-    "optuna>=5", "scipy>=1.14", "tensorboard>=2.16", "transformers>=5", "wandb-workspaces>=0.4.13",
+    "optuna>=5", "tensorboard>=2.16", "transformers>=5", "wandb-workspaces>=0.4.13",
 )  # fmt: skip
 
 
 def install_words(package: str) -> str:
     """The command that installs what one of our extras asks for, by the package's own name.
 
-    >>> install_words("scipy")
-    "pip install 'scipy>=1.14'"
+    >>> install_words("optuna")
+    "pip install 'optuna>=5'"
     """
     (requirement,) = (line for line in _OPTIONAL if line.startswith(f"{package}>"))
     return f"pip install '{requirement}'"

@@ -85,7 +85,6 @@ class FoundPlan:
         weight_bytes: Of all weights, on one rank.
         weight_bytes_whole: The same at tp=1.
         unknown: (operation, where, seconds) that have no known shardings: their inputs are whole.
-        level: ``O2``, or ``O3`` where one program covers the model.
         reasons: Sentences about the plan as a whole.
     """
 
@@ -97,7 +96,6 @@ class FoundPlan:
     weight_bytes: float = 0.0
     weight_bytes_whole: float = 0.0
     unknown: tuple[tuple[str, str, float], ...] = ()
-    level: str = "O2"
     reasons: tuple[str, ...] = ()
 
     @property

@@ -49,7 +49,7 @@ def test_no_text_installs_the_other_project_of_that_name() -> None:
 def test_messages_ask_for_what_the_extras_ask_for() -> None:
     extras = PROJECT["optional-dependencies"]
     for name, package in (
-        ("hf", "transformers"), ("optuna", "optuna"), ("plan", "scipy"),
+        ("hf", "transformers"), ("optuna", "optuna"),
         ("tensorboard", "tensorboard"), ("dashboard", "wandb-workspaces"),
     ):  # fmt: skip
         assert extras[name] == [install_words(package).removeprefix("pip install ").strip("'")]

@@ -540,8 +540,7 @@ class PlannerConfig:
     level: Literal["O2", "O3"] = key(
         "O2",
         "O2: common schedules and microbatch sizes, recomputation where memory demands it; O3: all "
-        "schedules, sizes and groups. Both simulate until a bound excludes the rest. Shardings: "
-        "O3 is one integer program, O2 three levels, with the same result.",
+        "schedules, sizes and groups. Both simulate until a bound excludes the rest.",
     )
     balance_ratio: float | None = key(
         None,

@@ -406,7 +406,7 @@ class _FoundCuts:
         if tp == 1:
             return unit_cuts(graph, [0] * len(graph.operators), self.units, prices)
         try:
-            solved = Planner(graph, prices, level=config.planner.level).solved()
+            solved = Planner(graph, prices).solved()
         except PipelineError as error:
             return str(error)
         if not solved.plan.worth:

@@ -54,7 +54,6 @@ def tensor_plan(
 
     Raises:
         ModelError: Its step cannot run on shapes.
-        PlanError: It needs an integer program, and scipy is not installed.
     """
     traced = traced_operators(config, run_dir, [tp])[tp]
     graph, styles = traced.graph, traced.by_hand
@@ -66,7 +65,7 @@ def tensor_plan(
         number_format=config.trainer.number_format,
         num_microbatches=num_microbatches,
     )
-    planner = Planner(graph, prices, level=config.planner.level)
+    planner = Planner(graph, prices)
     by_hand = None
     if styles is not None:
         by_hand = planner.priced({name: (style,) for name, style in styles.items()})
@@ -82,7 +81,7 @@ def tensor_plan_text(found: TensorPlan) -> str:
 def _lines(found: TensorPlan) -> Iterator[str]:
     plan = found.plan
     yield (
-        f"shardings found for tp={plan.tp} ({plan.level}, microbatches of {plan.rows} rows): "
+        f"shardings found for tp={plan.tp} (microbatches of {plan.rows} rows): "
         f"{format_duration(plan.seconds, 's')} per microbatch, of "
         f"{format_duration(plan.seconds_whole, 's')} at tp=1; "
         f"{_bytes(plan.weight_bytes)} of weights per rank, of {_bytes(plan.weight_bytes_whole)}"

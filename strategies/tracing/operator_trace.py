@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.models.replay.gate import unchanged
 from strategies.models.tensor_parallel.sharding import Column, Row, Vocabulary, read_style
-from strategies.planner.shardings.critical_values import Level
 from strategies.planner.shardings.operators import (
     ENTERED,
     WHOLE,
@@ -296,7 +295,6 @@ def find_shardings(
     tp: int,
     hardware: Hardware,
     *,
-    level: Level = "O2",
     sizes: ElementSizes | None = None,
     number_format: NumberFormat = "fp32",
     num_microbatches: int = 1,
@@ -311,7 +309,6 @@ def find_shardings(
         rows: Of it.
         tp: Ranks that share.
         hardware: Their figures and links.
-        level: ``O2``, or ``O3`` for one program over the whole model.
         sizes: Bytes of elements; None for 4 each.
         number_format: Of matrix products.
         num_microbatches: Of a step.
@@ -320,7 +317,6 @@ def find_shardings(
 
     Raises:
         ModelError: The step cannot run on shapes; names the operation and the module.
-        PlanError: It needs an integer program, and scipy is not installed.
     """
     (graph,) = trace_operators(module, batch, rows, [tp], boundaries=boundaries, autocast=autocast)
     prices = Prices(
@@ -330,7 +326,7 @@ def find_shardings(
         number_format=number_format,
         num_microbatches=num_microbatches,
     )
-    return Planner(graph, prices, level=level).found()
+    return Planner(graph, prices).found()
 
 
 def styles_by_hand(module: nn.Module) -> dict[str, str] | None:

@@ -33,7 +33,7 @@ def test_a_plan_is_explained_layer_by_layer_with_its_messages(
     assert plan["tp"] == 2
     assert plan["seconds"] <= plan["seconds_whole"] * (1 + 1e-9)
     assert plan["by_hand_seconds"] >= plan["seconds"] * (1 - 1e-9)
-    assert "shardings found for tp=2 (O2" in done.output
+    assert "shardings found for tp=2 (microbatches of" in done.output
     assert re.search(r"the model's own tensor_parallel_plan\(\) (takes|is as good)", done.output)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from strategies.errors import ModelError
-from strategies.planner.shardings.critical_values import Found, Level, Search
 from strategies.planner.shardings.operators import (
     ENTERED,
     Choice,
@@ -15,6 +14,7 @@ from strategies.planner.shardings.operators import (
     OperatorGraph,
 )
 from strategies.planner.shardings.prices import LIGHT_SHARE, Prices, light_operators, pattern_of
+from strategies.planner.shardings.search import Found, Search
 from strategies.sharding_plan import FoundPlan, LayerShare, matches
 
 # Cutting light layers has to save more than this of a microbatch.
@@ -53,16 +53,10 @@ class Solved(NamedTuple):
 class Planner:
     """Plans of one graph on one machine; searches share what they have solved."""
 
-    def __init__(self, graph: OperatorGraph, prices: Prices, *, level: Level = "O2") -> None:
+    def __init__(self, graph: OperatorGraph, prices: Prices) -> None:
         self.graph = graph
         self.prices = replace(prices, light=light_operators(graph))
-        self.level = level
-        self._search = Search(graph, self.prices, level=level)
-
-    @property
-    def num_segments(self) -> int:
-        """Into which the graph was cut; 0 where one program covers it."""
-        return self._search.num_segments
+        self._search = Search(graph, self.prices)
 
     def found(self, bans: Sequence[Ban] = ()) -> FoundPlan:
         """The best plan without what is banned."""
@@ -160,7 +154,6 @@ class Planner:
             weight_bytes=now,
             weight_bytes_whole=before,
             unknown=tuple((*key, took) for key, took in unknown.items()),
-            level=self.level,
         )
         told = (*self._reasons(plan, bans), *self._own_weights(picks, before))
         return replace(plan, reasons=told)
