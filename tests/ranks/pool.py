@@ -59,6 +59,14 @@ class Ranks:
             end.send(("join", self.world_size, *place))
             if rank == 0:
                 place = end.recv()
+        self._joining = set(self._ends.values())
+
+    def _wait_for_join(self) -> None:
+        """Ranks that were stopped before they have met would find their time up when they go on."""
+        while self._joining:
+            end = self._joining.pop()
+            with contextlib.suppress(EOFError, ConnectionError):  # ``alive`` tells.
+                end.recv()
 
     def run(
         self, function: Callable[..., Any], *, deadline_s: float = _DEADLINE_S, **arguments: Any
@@ -85,6 +93,7 @@ class Ranks:
     ) -> tuple[dict[int, Any], dict[int, tuple[float, BaseException]]]:
         """What the ranks return, and what they raise with its time, by rank."""
         self.wake()
+        self._wait_for_join()
         # By value: to pass a tensor on by its descriptor takes a listener, and a folder for it.
         command = pickle.dumps(("run", _module(function), function.__qualname__, arguments))
         for end in self._ends.values():
@@ -135,6 +144,7 @@ class Ranks:
 
     def rest(self) -> None:
         """Stops the processes while others work: gloo's threads look around 100 times a second."""
+        self._wait_for_join()
         self._signal(signal.SIGSTOP)
 
     def wake(self) -> None:
@@ -211,6 +221,7 @@ def serve_rank() -> None:
                 _leave()
                 size = words[0]
                 keeps = _join(end, *words)
+                end.send(None)
             else:
                 answer = _answer(*words)
                 end.send((*answer, size == 1 or dist.is_initialized()))
