@@ -19,7 +19,7 @@ from strategies.planner.layout_search import Answer
 from strategies.planner.outcome import Outcome
 from strategies.planner.tuner import longest, tune
 
-# A sequence is found to a few percent: in steps of 1/32 to 1/64 of the one that was asked.
+# A sequence is found to a few percent: in steps of 1/32 to 1/64 of it, wherever the search starts.
 _SHARE_BITS = 5
 _MOST = {"model.sequence": 2**24, "model.layers": 100_000}
 
@@ -120,11 +120,7 @@ class _Search:
         return model.sequence if self.key == "model.sequence" else model.layers
 
     def run(self) -> tuple[Reach, ...]:
-        step, least = 1, 1
-        if self.key == "model.sequence":
-            step, least = max(1, 2 ** (self.own.bit_length() - 1 - _SHARE_BITS)), 2
-            if self.config.sequence_parallel:
-                step = lcm(step, self.config.tp)  # Ranks share a sequence evenly.
+        least = 2 if self.key == "model.sequence" else 1
         found: dict[Recompute, Reach] = {}
         start = self.own
         # Policies that do not adapt come first; how far they get is where the others begin.
@@ -135,11 +131,24 @@ class _Search:
                 answer = self.answer(value, policy)
                 return answer is not None and bool(answer.plans)
 
-            value = longest(fits, start=start, step=step, least=least, most=_MOST[self.key])
+            value, step, near = None, 0, start
+            while near >= least and step != self.step(near):
+                step = self.step(near)
+                near = max(near // step * step, step)
+                value = longest(fits, start=near, step=step, least=least, most=_MOST[self.key])
+                near = value if value is not None else step // 2
             found[policy] = self.reach(policy, value, step)
             if value is not None and policy.rewrites:
                 start = value
         return tuple(found[policy] for policy in policies)
+
+    def step(self, value: int) -> int:
+        """Between the values that are tried around one."""
+        if self.key != "model.sequence":
+            return 1
+        step: int = max(1, 2 ** (value.bit_length() - 1 - _SHARE_BITS))
+        # Ranks share a sequence evenly.
+        return lcm(step, self.config.tp) if self.config.sequence_parallel else step
 
     def reach(self, policy: Recompute, value: int | None, step: int) -> Reach:
         if value is None:
