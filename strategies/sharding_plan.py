@@ -77,8 +77,8 @@ class FoundPlan:
 
     Attributes:
         tp: Ranks.
-        layers: One row per pattern; a layer that no row names is replicated. No two rows name
-            the same layer.
+        layers: One row per pattern; a layer that no row names is replicated. Of rows that name
+            the same layer the last one holds.
         rows: Of the microbatch that was priced.
         seconds: Of a rank in a microbatch, forward and backward, messages included.
         seconds_whole: The same at tp=1.
@@ -104,8 +104,8 @@ class FoundPlan:
         return any(layer.style != "replicated" for layer in self.layers)
 
     def layer(self, name: str) -> LayerShare | None:
-        """The row that names a module."""
-        return next((layer for layer in self.layers if layer.matches(name)), None)
+        """The last row that names a module: a declared plan's later rows win."""
+        return next((layer for layer in reversed(self.layers) if layer.matches(name)), None)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

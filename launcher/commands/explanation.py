@@ -17,12 +17,8 @@ from launcher.report.result import metrics_mapping, versions, write_result
 from launcher.report.summary import format_duration, format_percent
 from launcher.terminal import say, terminal_width
 from strategies.analysis.metrics import Metrics, measure
-from strategies.analysis.timeline import Timeline
-from strategies.compiler import compile_plan
 from strategies.errors import DataError
-from strategies.plan import Plan
 from strategies.referee.trace import Explanation, Wait, explain, put_together, read_trace
-from strategies.simulator.engine import simulate
 
 _LISTED = 5  # waits, and causes
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json", ".trace.json")
@@ -70,24 +66,9 @@ def _panels(found: Explanation, metrics: Metrics) -> list[Panel]:
     if found.without_slow is not None:
         panels.append(Panel("the same, without the slow rank", found.without_slow))
     if found.ours:
-        best = _ours(found)
-        panels.append(Panel(f"{found.ours[0].name}, measured durations", best))
+        best = found.ours[0]
+        panels.append(Panel(f"{best.name}, measured durations", best.timeline))
     return panels
-
-
-def _ours(found: Explanation) -> Timeline:
-    """Our fastest order with the measured durations."""
-    program = found.measured.timeline.program
-    best = found.ours[0]
-    pp, stages = len(program.ranks), program.placement.num_stages
-    per_rank = None if stages == pp else stages // pp
-    for chosen in dict.fromkeys((per_rank, None)):
-        plan = Plan(best.name, pp, program.num_microbatches, chosen, costs=found.costs)
-        try:
-            return simulate(compile_plan(plan).train, found.costs)
-        except ValueError:
-            continue
-    raise AssertionError(best.name)
 
 
 # ---------------------------------------------------------------------------------------- in words

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,9 @@ from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.sharding import Sharding, ShareReads
 from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks, is_cut
+from strategies.models.tensor_parallel.unit_sharding import UnitSharding
 from strategies.plan import FAMILIES
 from strategies.sharding_plan import FoundPlan
-
-if TYPE_CHECKING:
-    from strategies.models.tensor_parallel.unit_sharding import UnitSharding
 
 
 @runtime_checkable
@@ -141,17 +139,12 @@ class UnitModel(StageModel):
         if self._example is not None:
             example, self._example = self._example, None
             return search(self._module, example)
-        # DTensor takes half a second to import.
-        from strategies.models.tensor_parallel.unit_sharding import UnitSharding
-
         return UnitSharding.plan(self._module, tp)
 
     def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
         if plan is None:
             self._sharding = Sharding(self._module, ranks)
             return
-        from strategies.models.tensor_parallel.unit_sharding import UnitSharding
-
         self._sharding = self._found = UnitSharding(self._module, ranks, plan)
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from strategies.analysis.memory import peak_activations
+from strategies.analysis.timeline import Timeline
 from strategies.compiler import compile_plan, resolve_shape
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
@@ -118,14 +119,19 @@ class Ours:
     Attributes:
         name: In the registry.
         likeness: 1.0 for the same order on every rank, 0.0 for nothing in common.
-        makespan: Of its step, in the costs' unit.
+        timeline: Of its step.
         peak: Most activations that a rank holds at once, in microbatches of all its stages.
     """
 
     name: str
     likeness: float
-    makespan: float
+    timeline: Timeline
     peak: float
+
+    @property
+    def makespan(self) -> float:
+        """Of its step, in the costs' unit."""
+        return self.timeline.makespan
 
 
 def examine(
@@ -168,7 +174,7 @@ def alternatives(program: Program, costs: Costs) -> list[Ours]:
     for other in _others(program, costs):
         timeline = simulate(other, costs)
         peak = max(peak_activations(other), default=0.0)
-        found.append(Ours(other.schedule, _likeness(program, other), timeline.makespan, peak))
+        found.append(Ours(other.schedule, _likeness(program, other), timeline, peak))
     return sorted(found, key=lambda entry: (-entry.likeness, entry.makespan))
 
 

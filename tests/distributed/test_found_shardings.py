@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from strategies.errors import ModelError
-from strategies.models.replay import cut_module
-from strategies.models.tensor_parallel import share_layers
+from strategies.models.tensor_parallel import cut_layers, share_layers
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.share_values import ShareValues
 from tests.distributed.fresh_modules import FRESH
@@ -193,7 +192,7 @@ def broken(part: str) -> Iterator[None]:
 
             patched.setattr(share_layers.LinearByInputs, "forward", forward)
         elif part == "alone":  # One rank of those that share matrices cannot run its share.
-            own_numbers = cut_module._numbers
+            own_numbers = cut_layers._numbers
 
             def numbers(module: Any, example: Any, sharding: Any) -> Any:
                 found = own_numbers(module, example, sharding)
@@ -201,14 +200,14 @@ def broken(part: str) -> Iterator[None]:
                     raise RuntimeError("no room")
                 return found
 
-            patched.setattr(cut_module, "_numbers", numbers)
+            patched.setattr(cut_layers, "_numbers", numbers)
         elif part == "one":  # Shares of one rank are other numbers.
-            own_compare = cut_module.compare_steps
+            own_compare = cut_layers.compare_steps
 
             def compare(*given: Any, **named: Any) -> Any:
                 return "what net.5 gives differs" if given[3] == 1 else own_compare(*given, **named)
 
-            patched.setattr(cut_module, "compare_steps", compare)
+            patched.setattr(cut_layers, "compare_steps", compare)
         else:  # What lies cut is taken for what lies cut in another order.
             own_whole = ShareValues.whole
 

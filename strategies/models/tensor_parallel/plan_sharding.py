@@ -91,8 +91,10 @@ class PlanSharding:
         inside = self._module.get_submodule(within) if within else self._module
         for name, layer in inside.named_modules(prefix=within):
             if name in self._turned and name not in self._layers:
-                entrance = entrances.setdefault(name.rpartition(".")[0], self.values.entrance())
-                self._become(name, layer, *self._turned[name], entrance)
+                parent = name.rpartition(".")[0]
+                if parent not in entrances:
+                    entrances[parent] = self.values.entrance()
+                self._become(name, layer, *self._turned[name], entrances[parent])
                 self.cut.append(name)
 
     def compute_whole(self, whole: bool) -> None:
@@ -239,8 +241,11 @@ def _turn(layer: nn.Module, row: LayerShare, parts: int) -> _Turned:
         and (row.segments > 1)
     ):
         return f"its {row.segments} parts cannot be cut over {parts} ranks"
-    if weight.shape[answer[1]] < parts:
-        return f"its {weight.shape[answer[1]]} cannot be cut over {parts} ranks"
+    size = weight.shape[answer[1]]
+    if size < parts:
+        return f"its {size} cannot be cut over {parts} ranks"
+    if row.block > 1 and size % (row.block * parts):
+        return f"its {size} are no blocks of {row.block} for each of {parts} ranks"
     return answer
 
 

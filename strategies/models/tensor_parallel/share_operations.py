@@ -63,7 +63,9 @@ def _attention(
     dims = [_cut_of(each) for each in given]
     dim = next((dim for dim in dims if dim is not None), None)
     last = query.dim() - 2
-    if dim is None or dim >= last or any(each.dim() != query.dim() for each in given):
+    if dropout_p > 0.0 or dim is None or dim >= last:
+        return NotImplemented
+    if any(each.dim() != query.dim() for each in given):
         return NotImplemented
     if any(other not in (None, dim) for other in dims):
         return NotImplemented
@@ -79,8 +81,6 @@ def _attention(
         else:
             attn_mask = values.whole(attn_mask)
     q, k, v = (values.own(each, dim) for each in given)
-    if dropout_p > 0.0:
-        return NotImplemented
     out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )

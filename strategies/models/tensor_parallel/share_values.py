@@ -10,7 +10,10 @@ everything else takes the whole value, which all ranks then compute alike.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -311,8 +314,7 @@ class _BetweenLayers(TorchFunctionMode):
         """The operation on whole values; what it writes into is cut again."""
         values = self._values
         name = getattr(func, "__name__", str(func))
-        # inplace=True of torch.nn.functional comes by position, too.
-        writes = _in_place(name) or any(flag is True for flag in (*args, *kwargs.values()))
+        writes = _writes(func, args, kwargs)
         made: dict[int, tuple[DTensor, Tensor, int]] = {}
 
         def whole(leaf: Any) -> Any:
@@ -373,6 +375,23 @@ def _in_place(name: str) -> bool:
     return name.endswith("_")
 
 
+def _writes(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether an operation writes into its first argument: by its name, or with inplace=True."""
+    place = _place_of_inplace(func)
+    flag = kwargs.get("inplace") or (place is not None and place < len(args) and args[place])
+    return flag is True or _in_place(getattr(func, "__name__", ""))
+
+
+@functools.cache
+def _place_of_inplace(func: Function) -> int | None:
+    """Where ``inplace`` stands among the arguments of a function of torch.nn.functional."""
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return None  # Written in C++: such have names that end in an underscore.
+    return names.index("inplace") if "inplace" in names else None
+
+
 def _refuse_lost_write(name: str, args: Args) -> None:
     """Writing into a view that is no view any more, as its base lies cut, would change nothing."""
     target = args[0] if args else None
@@ -390,13 +409,11 @@ def _refuse_lost_write(name: str, args: Args) -> None:
 
 def _refuse_write_into_parts(func: Function, args: Args, kwargs: Kwargs) -> None:
     """What is written would not reach the shares that later operations are given."""
-    name = getattr(func, "__name__", "")
-    inplace = any(flag is True for flag in (*args, *kwargs.values()))
-    if parts_of(args[0] if args else None) is not None and (_in_place(name) or inplace):
+    if parts_of(args[0] if args else None) is not None and _writes(func, args, kwargs):
         raise ModelError(
-            f"{user_line()}: {name} writes into a value of which tensor-parallel ranks have a "
-            "share of each part (queries, keys and values from one layer). Write it out of place, "
-            "or use tp=1."
+            f"{user_line()}: {operation_name(func)} writes into a value of which tensor-parallel "
+            "ranks have a share of each part (queries, keys and values from one layer). Write it "
+            "out of place, or use tp=1."
         )
 
 
@@ -412,17 +429,19 @@ def _writes_plain(name: str, args: Args, kwargs: Kwargs) -> bool:
     )
 
 
-_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "gumbel")
-_RANDOM_IN_PLACE = frozenset(
-    ["uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_"]
+_RANDOM = re.compile(
+    r"\w*dropout[123]?d?_?|rand(n|int|perm)?(_like)?|bernoulli_?|multinomial|(log_)?normal_?"
+    r"|poisson|rrelu(_with_noise)?_?|gumbel_softmax|(uniform|exponential|geometric|cauchy|random)_"
 )
 
 
 def _draws(name: str) -> bool:
-    """Whether an operation draws random numbers, of which all ranks want those of the whole."""
-    return name in _RANDOM_IN_PLACE or (
-        any(word in name for word in _RANDOM) and "norm" not in name.replace("normal", "")
-    )
+    """Whether an operation draws random numbers, of which all ranks want those of the whole.
+
+    >>> [_draws(name) for name in ("dropout", "randn_like", "normal_", "normalize", "__rand__")]
+    [True, True, True, False, False]
+    """
+    return _RANDOM.fullmatch(name) is not None
 
 
 def _stride(shape: list[int]) -> tuple[int, ...]:

@@ -71,6 +71,8 @@ def named_order(
             f"torch, which is known here from {least} microbatches on. Try {least}, or let torch "
             "write the order (_dump_csv) and check that file."
         )
+    if ours == "1f1b":
+        return one_f_one_b(pp, count), True
     # torch keeps the pairs of DualPipeV, ours only where fusing them gains something.
     costs = UniformCosts(fused=2.5) if ours == "dualpipe_v" else None
     try:
@@ -78,8 +80,6 @@ def named_order(
         program = compile_plan(plan).train
     except PlanError as error:
         raise PlanError(f"{where}: {name} does not take these numbers: {error}") from None
-    if ours == "1f1b":
-        return one_f_one_b(pp, count), True
     return torch_rows(program), False
 
 

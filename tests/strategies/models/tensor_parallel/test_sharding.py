@@ -7,8 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.nn import functional
 
 from strategies.errors import ModelError
+from strategies.models.tensor_parallel import share_values
+from strategies.models.tensor_parallel.plan_sharding import _turn as turn_of
+from strategies.models.tensor_parallel.plan_sharding import plan_by_hand
 from strategies.models.tensor_parallel.sharded_layers import (
     ColumnLinear,
     RowLinear,
@@ -17,6 +21,7 @@ from strategies.models.tensor_parallel.sharded_layers import (
 )
 from strategies.models.tensor_parallel.sharding import (
     Column,
+    Replicated,
     Row,
     Sharding,
     Split,
@@ -25,6 +30,7 @@ from strategies.models.tensor_parallel.sharding import (
     read_style,
 )
 from strategies.models.unit_model import UnitModel
+from strategies.sharding_plan import LayerShare
 from tests.strategies.models.tensor_parallel.fake_ranks import FakeRanks
 
 
@@ -204,3 +210,32 @@ def test_a_layer_stays_the_same_object_with_its_hooks():
     assert net.blocks[0].up is layer
     assert layer(torch.ones(2, 4)).shape == (2, 3)
     assert called == [1]
+
+
+def test_of_two_patterns_the_later_one_holds_in_plans_of_replayed_modules_too():
+    plan = plan_by_hand(Net({"blocks.*.up": Column(), "blocks.0.up": Replicated()}), 2)
+    assert plan is not None
+    styles = [plan.layer(f"blocks.{number}.up").style for number in range(2)]
+    assert styles == ["replicated", "column"]
+
+
+@pytest.mark.parametrize(("block", "parts", "cut"), [(3, 2, True), (2, 2, False), (2, 3, True)])
+def test_what_must_stay_together_is_not_cut_apart(block: int, parts: int, cut: bool):
+    row = LayerShare("up", "column", "linear", 0, block=block)
+    answer = turn_of(nn.Linear(4, 6), row, parts)
+    assert isinstance(answer, tuple) == cut
+    assert cut or answer == "its 6 are no blocks of 2 for each of 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "writes"),
+    [
+        (torch.Tensor.mean, (-1,), {"keepdim": True}, False),
+        (functional.dropout, (0.5, True), {}, False),
+        (functional.dropout, (0.5, True, True), {}, True),
+        (functional.relu, (), {"inplace": True}, True),
+        (torch.Tensor.add_, (1,), {}, True),
+    ],
+)
+def test_only_what_writes_into_a_value_is_taken_for_that(func, args, kwargs, writes: bool):
+    assert share_values._writes(func, (torch.ones(2), *args), kwargs) == writes
