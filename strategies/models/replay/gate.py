@@ -324,11 +324,18 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     elsewhere = StepState(module, (), elsewhere=True)
     elsewhere.begin()
     modules = [(child, dict(child.__dict__)) for child in module.modules()]
+    empty: list[tuple[Any, Any]] = []
     containers: dict[int, _Kept | _KeptGenerator | _KeptObject] = {}
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     for _, state in modules:
         for value in state.values():
-            _remember(value, containers, tensors)
+            if type(value) in PLAIN:
+                continue
+            kind = _container_kind(type(value))
+            if kind is not None and not kind.__len__(value):
+                empty.append((value, kind))  # most hooks of most modules
+            else:
+                _remember(value, containers, tensors)
     python_state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -342,6 +349,9 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for child, state in modules:
             child.__dict__.clear()
             child.__dict__.update(state)
+        for container, kind in empty:
+            if kind.__len__(container):
+                kind.clear(container)
         for kept in containers.values():
             kept.restore()
         for tensor, saved in tensors.values():
@@ -472,8 +482,6 @@ class _Kept:
     def restore(self) -> None:
         """Refills the container if it has changed."""
         now = self._now()
-        if not now and not self.content:
-            return  # Most hooks of most modules.
         pairs = zip(self.content, now, strict=False)
         if len(now) == len(self.content) and all(self._same(a, b) for a, b in pairs):
             return
