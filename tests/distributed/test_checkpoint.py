@@ -41,7 +41,7 @@ def _equal(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("1f1b", pp=2, dp=2, shape=small_shape(dropout=0.2)),
+        Case("1f1b", pp=2, dp=2, steps=6, shape=small_shape(dropout=0.2)),
         pytest.param(
             Case("foldx_fifo", pp=2, accumulation=2, shape=small_shape(dropout=0.2)),
             marks=pytest.mark.full,
@@ -58,7 +58,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     whole = world.run(train_and_save, case=case, step=4, path=path)
     resumed = world.run(train_resumed, case=case, path=path)
     _equal(whole, resumed)
-    kept = 6 * case.accumulation
+    kept = (case.steps - 4) * case.accumulation
     for one, other in zip(whole, resumed, strict=True):
         assert one["losses"][-kept:] == other["losses"][-kept:]
 

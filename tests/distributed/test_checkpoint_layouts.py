@@ -20,7 +20,7 @@ from tests.ranks.training import Case, small_shape, train
 
 pytestmark = pytest.mark.distributed
 
-AFTER = 6  # steps
+AFTER = 3  # steps
 SAVED = Case("1f1b", pp=4, dp=1, steps=4 + AFTER, clip=0.5, shape=small_shape(dropout=0.1))
 PATH = "step-4.ckpt"
 

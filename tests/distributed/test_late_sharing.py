@@ -43,7 +43,7 @@ def train_noting(case: Case, late: bool) -> dict[str, Any]:
 
 
 def test_it_changes_no_loss_and_no_weight(ranks: Callable[[int], Ranks]) -> None:
-    case = Case("1f1b", pp=2, dp=2, clip=0.05, overlap="zero1")
+    case = Case("1f1b", pp=2, dp=2, clip=0.05, overlap="zero1", steps=4)
     early, late = (ranks(4).run(train_noting, case=case, late=late) for late in (False, True))
     for before, after in zip(early, late, strict=True):
         assert before["order"] == ["post", "end"] * case.steps

@@ -59,7 +59,7 @@ CASES = {
     "recomputed": Case("zb_v", pp=4, steps=4, accumulation=2, short_last=True),
     "sliced": Case("1f1b", pp=2, tp=2, steps=3, shape=SHAPE),
 }
-EVERY_DAY = ("1f1b", "recomputed")
+EVERY_DAY = ("1f1b",)  # "recomputed" is compared below, with a thread that copies.
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ STRUCK = [
     pytest.param(
         replace(CASE, schedule="zb_h2", pp=4, clip=1e-3), 1, id="zb_h2-pp4", marks=pytest.mark.full
     ),
-    pytest.param(replace(CASE, clip=1e-3, dp=2, overlap="zero1", rows=6), 1, id="zero1"),
+    pytest.param(replace(CASE, clip=1e-3, dp=2, overlap="zero1", steps=4), 1, id="zero1"),
     pytest.param(
         replace(CASE, clip=1e-3, backend="strict"), 1, id="in order", marks=pytest.mark.full
     ),

@@ -102,11 +102,11 @@ QUICK = [
     _quick("interleaved_1f1b", "full", backend="strict"),
     _quick("chimera", "mario", backend="strict"),
     _quick("1f1b", "mario", split_backward=True, dp=2, overlap="zero1"),
-    _quick("dualpipe", "mario", pp=4, microbatches=8, rows=9, costs=UniformCosts(fused=2.5)),
     _quick("zb_v", "selective", accumulation=2),
     _quick("zb_v", "layer", tp=2, sequence_parallel=True, shape=GROUPED),
 ]
 FULL = [
+    _quick("dualpipe", "mario", pp=4, microbatches=8, rows=9, costs=UniformCosts(fused=2.5)),
     _quick("1f1b", "full"),
     _quick("1f1b", "selective", tp=2, shape=GROUPED),
     _quick("interleaved_1f1b", "layer"),

@@ -108,7 +108,9 @@ def groups_of(path: str) -> list[list[int]]:
     return [group["params"] for group in optimizer["param_groups"]]
 
 
-@pytest.mark.parametrize("case", ["Freezing", "MadeOnce", "Unfreezing"])
+@pytest.mark.parametrize(
+    "case", ["Freezing", pytest.param("MadeOnce", marks=pytest.mark.full), "Unfreezing"]
+)
 def test_they_are_saved_as_by_stock_lightning_and_resumed_by_it_and_by_a_pipeline(
     ranks: Callable[[int], Ranks], tmp_path: Path, case: str
 ) -> None:

@@ -130,11 +130,11 @@ def cox() -> Any:
     return Cox()
 
 
-MORE = [pytest.param(case, marks=pytest.mark.full) for case in (neighbours, sequences, cox)]
+MORE = [pytest.param(case, marks=pytest.mark.full) for case in (towers, neighbours, sequences, cox)]
 
 
 @EVERY_LAYOUT
-@pytest.mark.parametrize("case", [simclr, towers, *MORE])
+@pytest.mark.parametrize("case", [simclr, *MORE])
 def test_one_loss_of_the_whole_batch_is_that_of_stock_lightning(
     ranks: Callable[[int], Ranks], case: Callable[[], Any], layout: str
 ) -> None:

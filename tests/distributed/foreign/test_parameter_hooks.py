@@ -541,11 +541,11 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 
 
 EVERYDAY = (
-    "byol", "mean_teacher", "own_clipping", "norms_logged", "late_touch", "by_hand", "saves",
-    "own_backward", "swa", "ema", "freezing_middle", "finetuning",
+    "byol", "own_clipping", "swa", "norms_logged", "late_touch", "own_backward", "ema",
+    "finetuning",
 )  # fmt: skip
 
-SHARES_EVERYDAY = (("norms_logged", "pp2-tp2"), ("swa", "tp2"))
+SHARES_EVERYDAY = (("swa", "tp2"),)
 
 
 @spread(EVERYDAY, name="name", seldom=[name for name in CASES if name not in EVERYDAY])

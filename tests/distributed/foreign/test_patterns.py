@@ -461,7 +461,7 @@ def told_fresh(module: Any, trainer: Any) -> Any:
     return [*found, *wanted, *fresh.parameters()]
 
 
-@spread([Returning, Centred, Uncut])
+@spread([Returning, Centred], seldom=[Uncut])
 def test_evaluation_that_differs_from_batch_to_batch_or_was_never_trained(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -119,29 +119,27 @@ CASES = [
     LayerDrop,
     ByItem,
     ByPython,
-    ByNumpy,
-    ByOwnGenerator,
     Chosen,
-    LossNowAndThen,
     NoiseAndDrop,
 ]
 
 
-@spread(CASES)
+# A generator is a generator: of numpy's and a module's own, the rows of any day are ByPython's.
+@spread(CASES, seldom=[ByNumpy, ByOwnGenerator, LossNowAndThen])
 def test_layers_are_left_out_as_under_stock_lightning(
     ranks: Ranks, case: type[Net], layout: str
 ) -> None:
-    equal_to_stock(ranks, case, layout, max_epochs=3)
+    equal_to_stock(ranks, case, layout, max_epochs=2)
 
 
 @spread([Counting])
 def test_what_a_step_counts_is_counted_once(ranks: Ranks, case: type[Net], layout: str) -> None:
-    stock, piped = equal_to_stock(ranks, case, layout, told=dropped, max_epochs=3)
+    stock, piped = equal_to_stock(ranks, case, layout, told=dropped, max_epochs=2)
     assert stock.told > 0
     assert {fitted.told for fitted in piped} == {stock.told}
 
 
-@spread([LayerDrop, ByPython])
+@spread([LayerDrop], seldom=[ByPython])
 def test_also_where_forwards_run_again(ranks: Ranks, case: type[Net], layout: str) -> None:
     strategy = {"recompute": "full"}
     equal_to_stock(ranks, case, layout, max_epochs=2, strategy=strategy)

@@ -297,10 +297,12 @@ class SkipLater(Adam):
 
 @spread(
     [
-        *(LossLater, MiddleLeftOut, Switched, HeadBetween, Counted),
-        *(LogsNowAndThen, PenaltyLater, SkipLater),
+        *(LossLater, MiddleLeftOut, Switched, Counted, PenaltyLater),
     ],
-    seldom=[ByContents, Frozen, ProbedFirst, OtherOperations, InForward, HeadsInTurn],
+    seldom=[
+        *(HeadBetween, LogsNowAndThen, SkipLater, ByContents, Frozen, ProbedFirst),
+        *(OtherOperations, InForward, HeadsInTurn),
+    ],
 )
 def test_each_way_trains_as_under_stock_lightning(
     ranks: Callable[[int], Ranks], case: Any, layout: str
@@ -309,7 +311,15 @@ def test_each_way_trains_as_under_stock_lightning(
 
 
 @pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
-@pytest.mark.parametrize("case", [MixedLater, MixedByFactor, MixedLaterByHand, OtherNumberLater])
+@pytest.mark.parametrize(
+    "case",
+    [
+        MixedLater,
+        MixedLaterByHand,
+        OtherNumberLater,
+        pytest.param(MixedByFactor, marks=pytest.mark.full),
+    ],
+)
 def test_rows_and_numbers_of_the_whole_batch_from_some_epoch_on(
     ranks: Callable[[int], Ranks], case: Any, layout: str
 ) -> None:
