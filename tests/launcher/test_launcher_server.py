@@ -28,7 +28,7 @@ def order(shape):
     "words",
     [
         ["mode=simulate", "schedule=custom", "schedule.path=mine:order", "pp=2"],
-        ["pp=0"],
+        pytest.param(["pp=0"], marks=pytest.mark.full),
         pytest.param(["--cfg=job", "pp=3"], marks=pytest.mark.full),
     ],
     ids=["own code", "refused", "shown"],

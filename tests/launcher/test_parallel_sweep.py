@@ -42,9 +42,10 @@ def test_jobs_side_by_side_train_a_class_of_the_users(tmp_path):
     assert statuses(tmp_path) == ["done", "done"]
 
 
+@pytest.mark.full  # Every day: compose/test_job_pool for the jobs, rank/test_stopping for a run.
 @pytest.mark.parametrize(
     ("number", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.full), (signal.SIGTERM, 85)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 85)],
 )
 def test_a_signal_ends_them_with_their_checkpoints(number, code, tmp_path):
     write_project(tmp_path)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.distributed
 LONG = (*MODEL, "trainer.max_steps=1000000", "trainer.val_check_interval=1000000")
 
 
+@pytest.mark.full  # Every day: tests/faults/test_killed_and_stopped.
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     # What an earlier run in the same folder died of is no news.
     stale = tmp_path / "here" / "logs" / "rank_00001.error.json"
@@ -86,7 +87,10 @@ END = {
 }
 
 
-@pytest.mark.parametrize("name", END)
+# Every day, of a sweep: rank/test_stopping.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if "sweep" in n else ()) for n in END]
+)
 def test_a_run_that_is_ended_leaves_no_process(name, tmp_path):
     number, words = END[name]
     with started([*LONG, *words], tmp_path) as run:

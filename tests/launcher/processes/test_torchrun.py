@@ -75,9 +75,19 @@ def test_nodes_are_counted(monkeypatch):
 
 
 @pytest.mark.distributed
-def test_a_joined_run_is_the_same_as_one_of_our_own(trained, tmp_path):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_joined_run_is_the_same_as_one_of_our_own(processes, trained, tmp_path):
+    words = [word for word in TRAIN if word != "pp=2"] + [f"pp={processes}"]
+    ours = trained if processes == 2 else launch(words, tmp_path / "ours").assert_done()
+    start = command(
+        "cluster=torchrun",
+        *words,
+        "hydra.run.dir=run",
+        processes=processes,
+        flags=("--standalone",),
+    )
     done = subprocess.run(
-        command("cluster=torchrun", *TRAIN, "hydra.run.dir=run", flags=("--standalone",)),
+        start,
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
@@ -86,12 +96,12 @@ def test_a_joined_run_is_the_same_as_one_of_our_own(trained, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     theirs = tmp_path / "run"
-    mine = [row["train_loss"] for row in read_metrics(trained.folder)]
+    mine = [row["train_loss"] for row in read_metrics(ours.folder)]
     assert [row["train_loss"] for row in read_metrics(theirs)] == mine
     result = read_result(theirs)
-    assert set(result) == set(trained.result)
-    assert (result["status"], result["world_size"]) == ("done", 2)
-    assert result["loss_last"] == trained.result["loss_last"]
+    assert set(result) == set(ours.result)
+    assert (result["status"], result["world_size"]) == ("done", processes)
+    assert result["loss_last"] == ours.result["loss_last"]
     assert done.stdout.count(f"files: {theirs}") == 1
 
 

@@ -171,7 +171,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("loses", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_rank_gets_a_python_of_its_own_where_an_import_has_started_cuda(tmp_path, loses):
     (tmp_path / "sitecustomize.py").write_text(STARTED)
     (tmp_path / "loses_cuda.py").write_text(LOSES_CUDA)

@@ -114,9 +114,8 @@ def test_whatever_ends_a_run_leaves_a_checkpoint_with_loaders_and_inside_a_valid
         assert "stopping after this step, with a checkpoint" in done.errors
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
+@pytest.mark.full  # Every day: test_sigterm_before_the_first_step, in tests/faults/test_signals.
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_while_ranks_begin_leaves_none_of_them_and_says_how_it_ended(number, tmp_path):
     words = [*RUN, "trainer.max_steps=1000000", "hydra.run.dir=run"]
     with started(words, tmp_path) as run:

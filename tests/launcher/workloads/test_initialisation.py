@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -58,9 +56,7 @@ def test_deviations_are_small_and_smaller_where_the_residual_stream_is_written()
 
 
 def test_seeds_are_the_same_in_every_process_and_on_every_machine():
-    # sha256sum's first 8 bytes
+    # sha256sum's first 8 bytes; Python's hash of a text is another one in every process
     assert derived_seed(0, "net.head.norm.weight") == 8639742503821432092
-    words = "print(d(3, 'x'), d(4, 'x'))"
-    script = f"from launcher.workloads.transformer import derived_seed as d; {words}"
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == [str(derived_seed(3, "x")), str(derived_seed(4, "x"))]
+    assert derived_seed(3, "x") == -4756052488806732071
+    assert derived_seed(4, "x") == 5569423936497967104
