@@ -40,6 +40,7 @@ def compared(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return capsys.readouterr().out
 
 
+@pytest.mark.full  # Every day: `make bench-smoke`.
 def test_a_commit_and_the_tree_are_measured_in_turns(monkeypatch, capsys):
     out = compared("HEAD --pairs 1 --only refusal", monkeypatch, capsys)
     number = r"[\d.]+ \([\d.]+ - [\d.]+\)"

@@ -241,6 +241,7 @@ def test_interrupted_it_leaves_no_namespace_and_no_rank(tmp_path: Path, number: 
     assert not file.exists()
 
 
+@pytest.mark.full  # Every day: `make bench-smoke` runs the command, as all others.
 @pytest.mark.distributed
 @pytest.mark.usefixtures("links")
 def test_the_command_writes_table_and_json(

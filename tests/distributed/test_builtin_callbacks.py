@@ -113,7 +113,10 @@ KEPT = {
     "SpikeDetection": lambda made: made.losses,
     "Timer": lambda made: [made.time_elapsed(s) > 0 for s in ("train", "validate", "test")],
 }
-SELDOM = {"DeviceStatsMonitor", "RichModelSummary", "RichProgressBar", "Timer"}
+SELDOM = {
+    "DeviceStatsMonitor", "LambdaCallback", "RichModelSummary", "RichProgressBar", "SpikeDetection",
+    "Timer",
+}  # fmt: skip
 MEASURED = {"DeviceStatsMonitor", "ThroughputMonitor"}  # Each machine has its own numbers.
 
 

@@ -126,7 +126,7 @@ def trials(kind: str, rank: int, layout: dict[str, Any] | None) -> list[Any]:
     ("kind", "rank", "layout"),
     [
         pytest.param("callback", 0, {"pp": 2}, marks=pytest.mark.full),
-        ("callback", 1, {"pp": 2}),
+        pytest.param("callback", 1, {"pp": 2}, marks=pytest.mark.full),
         ("step", 0, {"pp": 2}),
         ("last", 0, {"pp": 2}),
         ("data", 0, {"pp": 2}),

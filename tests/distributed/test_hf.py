@@ -85,7 +85,10 @@ def test_two_ranks_train_as_transformers_does(
     ("family", "changes", "schedule", "padded"),
     [
         pytest.param("llama", {}, "1f1b", True, marks=pytest.mark.full),
-        ("llama", {"tie_word_embeddings": True, "pad_token_id": 3}, "zb_h1", False),
+        pytest.param(
+            *("llama", {"tie_word_embeddings": True, "pad_token_id": 3}, "zb_h1", False),
+            marks=pytest.mark.full,
+        ),
         pytest.param("qwen3", {}, "1f1b", False, marks=pytest.mark.full),
         pytest.param("gpt_neox", {}, "1f1b", False, marks=pytest.mark.full),
     ],

@@ -268,7 +268,7 @@ def test_a_stop_is_told_of_the_step_that_it_was(
 def test_checkpoints_and_validations_see_confirmed_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    case = replace(CASE, clip=1e-3)
+    case = replace(CASE, clip=1e-3, steps=5)
     paths = {late: str(tmp_path / f"{late}.ckpt") for late in (True, False)}
     runs = {
         late: ranks(2).run(train, case=case, late=late, path=paths[late], val=2)

@@ -142,7 +142,13 @@ def test_ranks_with_other_optimizers_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("pp", "overlap"), [(2, "grad_reduce"), (1, "grad_reduce"), (1, "zero1")], ids=str
+    ("pp", "overlap"),
+    [
+        (2, "grad_reduce"),
+        pytest.param(1, "grad_reduce", marks=pytest.mark.full),
+        (1, "zero1"),
+    ],
+    ids=str,
 )
 def test_a_rate_that_one_rank_has_changed_is_named_before_a_checkpoint_is_written(
     pp: int, overlap: str, ranks: Callable[[int], Ranks], tmp_path: Path

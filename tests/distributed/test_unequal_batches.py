@@ -166,7 +166,10 @@ PROMISED = {
 }
 
 
-@pytest.mark.parametrize("kind", PROMISED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(n, marks=pytest.mark.full if n == "accumulated" else ()) for n in PROMISED],
+)
 def test_fewer_batches_than_all_replicas_promise_train_as_under_stock_lightning(
     ranks: Any, kind: str
 ) -> None:

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.distributed
 FULL = pytest.mark.full
 
 CASES = [
-    Case("1f1b", pp=2, dp=2, clip=0.05),
     Case("interleaved_1f1b", pp=1, dp=2, clip=0.05),
     Case("zb_v", pp=2, dp=2, accumulation=2, clip=0.05, short_last=True),
     Case("chimera", pp=2, dp=1, clip=0.05, accumulation=2),
 ]
 MORE = [
+    Case("1f1b", pp=2, dp=2, clip=0.05),
     Case("foldx_fifo", pp=1, dp=2, short_last=True),
     Case("foldx_aiao", pp=1, dp=2, accumulation=2, clip=0.05),
     Case("1f1b", pp=1, dp=2, accumulation=2),

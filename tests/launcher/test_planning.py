@@ -195,17 +195,17 @@ def test_mode_plan_lists_plans_that_run_as_they_are_printed(tmp_path: Path):
 
 
 @pytest.mark.distributed
-def test_plan_auto_trains_on_four_ranks_and_says_what_it_chose(tmp_path: Path):
+def test_plan_auto_trains_and_says_what_it_chose(tmp_path: Path):
     words = [
-        *MODEL, "model.layers=3", "plan=auto", "planner.num_gpus=4", "pp=2", "tp=1",
+        *MODEL, "model.layers=3", "plan=auto", "planner.num_gpus=2", "pp=2", "tp=1",
         "planner.global_batch_size=8", "schedule=zb_v", "trainer.max_steps=2",
         "trainer.limit_val_batches=0",
     ]  # fmt: skip
     done = launch(words, tmp_path).assert_done()
-    assert "plan=auto: pp=2 tp=1 dp=2" in done.output
+    assert "plan=auto: pp=2 tp=1 dp=1" in done.output
     result = done.result
     assert (result["status"], result["steps"]) == ("done", 2)
-    assert (result["pp"], result["dp"], result["schedule"]) == (2, 2, "zb_v")
+    assert (result["pp"], result["dp"], result["schedule"]) == (2, 1, "zb_v")
 
 
 def test_the_questions_of_the_guide_can_be_asked(tmp_path, monkeypatch):

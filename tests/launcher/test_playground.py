@@ -30,7 +30,26 @@ def order(programs):
     )
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "custom"])
+# One of each family every day.
+DAILY = (
+    "1f1b",
+    "interleaved_1f1b",
+    "zb_v",
+    "foldx",
+    "chimera",
+    "dualpipe_v",
+    "pipedream",
+    "custom",
+)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(name, marks=() if name in DAILY else pytest.mark.full)
+        for name in dict.fromkeys([*SCHEDULES, "custom"])
+    ],
+)
 def test_figures_and_order_are_those_of_the_command_line(schedule, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [f"schedule={schedule}", "pp=4", "costs=uniform", "costs.p2p=0.25"]

@@ -109,7 +109,8 @@ def groups_of(path: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["Freezing", pytest.param("MadeOnce", marks=pytest.mark.full), "Unfreezing"]
+    "case",
+    ["Freezing", *(pytest.param(n, marks=pytest.mark.full) for n in ("MadeOnce", "Unfreezing"))],
 )
 def test_they_are_saved_as_by_stock_lightning_and_resumed_by_it_and_by_a_pipeline(
     ranks: Callable[[int], Ranks], tmp_path: Path, case: str

@@ -279,8 +279,10 @@ def split() -> Net:
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        *((case, "1f1b") for case in (Generated, Streamed, OneStreamed, Sampled, InEpochs)),
-        *((case, "zb_v-dp2") for case in (Sampled, Hooked, split)),
+        *((case, "1f1b") for case in (Generated, OneStreamed, InEpochs)),
+        *((case, "zb_v-dp2") for case in (Sampled, Hooked)),
+        *(pytest.param(case, "1f1b", marks=pytest.mark.full) for case in (Streamed, Sampled)),
+        pytest.param(split, "zb_v-dp2", marks=pytest.mark.full),
     ],
 )
 def test_data_is_asked_for_as_often_as_under_stock_lightning(

@@ -391,7 +391,7 @@ def test_a_metric_in_a_plain_object_is_refused_unless_the_module_has_it_as_well(
     assert share_metrics(module, Replicas(None))
 
 
-@spread([Called, Many, Template, Updated])
+@spread([Many, Template, Updated], seldom=[Called])
 def test_a_metric_has_the_number_of_stock_lightning(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

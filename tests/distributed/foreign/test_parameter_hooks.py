@@ -541,7 +541,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 
 
 EVERYDAY = (
-    "byol", "own_clipping", "swa", "norms_logged", "late_touch", "own_backward", "ema",
+    "byol", "swa", "own_clipping", "norms_logged", "late_touch", "own_backward", "ema",
     "finetuning",
 )  # fmt: skip
 

@@ -661,7 +661,7 @@ class Layers(Compiled):
         self.net[6].compile(backend=backend)
 
 
-@spread([Stack, StackInSetup, WholeForward, Functions, Layers])
+@spread([Stack, Functions, WholeForward], seldom=[StackInSetup, Layers])
 def test_compiled_modules_give_the_same_numbers(
     case: type[Net], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:

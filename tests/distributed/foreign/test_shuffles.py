@@ -60,7 +60,7 @@ class Two(Noting):
         self.seen += [*batch["a"][-1].tolist(), *batch["b"][-1].tolist()]
 
 
-# Every day: behind an epoch, in the first and in the second one.
+# Every day: in the first and in the second epoch.
 RESUMED = {("own generator", "1"), ("shuffled", "5")}
 
 
@@ -136,14 +136,15 @@ def order(
 
 PIPELINE = {"pp": 2, "schedule": "1f1b"}
 SELDOM = (
-    "own generator in the sampler", "some", "weighted by a generator", "a subset",
+    "own generator in the sampler", "some", "some twice", "weighted by a generator", "a subset",
+    "batches",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        "shuffled", "workers", "own generator", "some twice", "weighted", "batches", "two loaders",
+        "shuffled", "workers", "own generator", "weighted", "two loaders",
         *(pytest.param(kind, marks=pytest.mark.full) for kind in SELDOM),
     ],
 )  # fmt: skip

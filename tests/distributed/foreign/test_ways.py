@@ -315,9 +315,8 @@ def test_each_way_trains_as_under_stock_lightning(
     "case",
     [
         MixedLater,
-        MixedLaterByHand,
         OtherNumberLater,
-        pytest.param(MixedByFactor, marks=pytest.mark.full),
+        *(pytest.param(c, marks=pytest.mark.full) for c in (MixedByFactor, MixedLaterByHand)),
     ],
 )
 def test_rows_and_numbers_of_the_whole_batch_from_some_epoch_on(

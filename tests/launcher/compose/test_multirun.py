@@ -125,9 +125,15 @@ def test_the_newest_sweep_is_the_one_that_began_last(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    "place", ["job_start.run_job", "job_start.asked_figures", "multirun.ended_job",
-              "multirun.report_so_far", "multirun.write_record"],
-)  # fmt: skip
+    "place",
+    [
+        "job_start.run_job",
+        "multirun.ended_job",
+        pytest.param("job_start.asked_figures", marks=pytest.mark.full),
+        pytest.param("multirun.report_so_far", marks=pytest.mark.full),
+        pytest.param("multirun.write_record", marks=pytest.mark.full),
+    ],
+)
 def test_a_signal_around_a_job_loses_no_row(place, tmp_path, monkeypatch):
     name = f"launcher.compose.{place}"
     module, _, attribute = name.rpartition(".")

@@ -143,6 +143,7 @@ def test_a_signal_ends_a_sweep_with_its_job_and_a_table(tmp_path):
     assert "preempted" in (tmp_path / "s" / "sweep.csv").read_text()
 
 
+@pytest.mark.full  # Every day: test_a_signal_around_a_job_loses_no_row, in compose/test_multirun.
 def test_a_signal_between_two_jobs_of_a_sweep_leaves_its_table(tmp_path):
     words = ["-m", "mode=simulate", "costs=uniform", "hydra.sweep.dir=s", "pp=2,4"]
     words += ["num_microbatches=" + ",".join(str(8 * n) for n in range(1, 16))]

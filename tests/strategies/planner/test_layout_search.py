@@ -129,7 +129,8 @@ CASES = {
 
 
 LONG = (
-    "roomy", "a barrier at the flush", "tight", "half of the space pinned", "ZeRO-1 pinned",
+    "roomy", "a barrier at the flush", "tight", "two nodes and a pinned schedule",
+    "half of the space pinned", "ZeRO-1 pinned",
 )  # fmt: skip
 
 

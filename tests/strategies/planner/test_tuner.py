@@ -29,7 +29,11 @@ def limited(memory: float) -> Problem:
     return replace(asked, machine=replace(asked.machine, hardware=hardware))
 
 
-@pytest.mark.parametrize("memory", [1e9, 0.16e9, pytest.param(0.12e9, marks=pytest.mark.full)])
+# A limit that some policies do not meet, every day: tests/launcher/test_tuning.
+@pytest.mark.parametrize(
+    "memory",
+    [1e9, *(pytest.param(memory, marks=pytest.mark.full) for memory in (0.16e9, 0.12e9))],
+)
 def test_it_lists_what_simulating_everything_finds_best(memory):
     asked = limited(memory)
     best = {}

@@ -44,7 +44,10 @@ TWO_WAVES = {
 }
 
 
-@pytest.mark.parametrize(("pp", "microbatches"), TWO_WAVES)
+@pytest.mark.parametrize(
+    ("pp", "microbatches"),
+    [pytest.param(*key, marks=pytest.mark.full if key[0] == 8 else ()) for key in TWO_WAVES],
+)
 def test_two_waves_come_close_to_it(pp, microbatches):
     result = figures("hanayo", pp, microbatches, 4)
     bubble = result.makespan - 3 * microbatches

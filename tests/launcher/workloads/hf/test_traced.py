@@ -15,7 +15,7 @@ from strategies.tracing.trace import trace_model
 from tests.tiny_models import SEQUENCE, batch_of, shape_of, write_model
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_a_known_family_is_traced_as_its_formulas_have_it(family: str, tmp_path: Path):
     write_model(tmp_path, family)
     shape = shape_of(tmp_path)

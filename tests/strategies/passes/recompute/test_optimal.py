@@ -72,7 +72,7 @@ def test_the_proven_optima_of_1f1b(pp, microbatches, cap, split, wanted):
     ("pp", "microbatches", "cap", "split", "best"),
     [
         full(4, 16, 1, False, 66),
-        (4, 16, 2, False, 60),
+        full(4, 16, 2, False, 60),
         full(4, 16, 3, False, 57),
         (4, 4, 2, True, 17),
         full(4, 4, 3, True, 16),
@@ -103,7 +103,7 @@ def test_two_stages_per_rank_and_a_split_backward_reach_the_proven_optimum():
     [
         ("zb_v", 2, 15.5),
         full("interleaved_1f1b", 2, 17),
-        ("chimera", 2, 18),
+        full("chimera", 2, 18),
         full("hanayo", 2, 20),
         full("zb_h1", 2, 17),
     ],

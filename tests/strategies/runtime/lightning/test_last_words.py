@@ -24,7 +24,6 @@ from launcher.processes.local import our_path
 from strategies import PipelineStrategy
 from strategies.errors import ModelError, PipelineError, PlanError
 from strategies.runtime.lightning.last_words import LastWords, Voices, in_python, speak_once
-from tests.ranks.rank_server import variables
 
 CLOSED = "[/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. GLHF!"
 
@@ -176,18 +175,21 @@ def test_a_loggers_own_object_is_on_rank_0_alone(
     )
 
 
-def test_a_strategy_that_is_none_is_refused_in_a_script_that_has_made_none(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import lightning.pytorch as pl\nfrom strategies import PipelineStrategy\n"
-        "pl.Trainer(strategy=PipelineStrategy, logger=False)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False,
-        env=variables(), cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "Try Trainer(strategy=PipelineStrategy(pp=2)), an object of the class." in done.stderr
+def test_a_strategy_that_is_none_is_refused_in_a_script_that_has_made_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    from strategies import PipelineStrategy as Given  # the first line of a script
+
+    words = sys.excepthook
+    assert isinstance(words, LastWords)
+    with pytest.raises(ValueError) as raised:
+        pl.Trainer(strategy=Given, logger=False)  # type: ignore[arg-type]
+    capsys.readouterr()
+    assert _end(words, raised.value) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "Try Trainer(strategy=PipelineStrategy(pp=2)), an object of the class." in told
 
 
 def test_keys_of_the_command_line_are_told_as_python_has_them() -> None:
