@@ -66,7 +66,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 def test_a_checkpoint_of_one_layout_is_read_by_another(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    case = Case("1f1b", pp=2, dp=2)
+    case = Case("1f1b", pp=2, dp=2, steps=6)
     path = str(tmp_path / "step-4.ckpt")
     whole = ranks(4).run(train_and_save, case=case, step=4, path=path)
     # The same global batches on one process: the replicas' rows interleave in the data order.

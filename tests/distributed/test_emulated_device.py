@@ -118,11 +118,7 @@ def test_losses_and_weights_are_the_hosts(ranks: Callable[[int], Ranks], case: C
 
 
 @pytest.mark.parametrize(
-    ("forgetting", "case"),
-    [
-        pytest.param("copies to the host", PIPELINE, marks=pytest.mark.full),
-        ("reductions", REPLICAS),
-    ],
+    ("forgetting", "case"), [("copies to the host", PIPELINE), ("reductions", REPLICAS)]
 )
 def test_a_wait_that_is_missing_shows(
     ranks: Callable[[int], Ranks], forgetting: str, case: Case

@@ -156,7 +156,7 @@ def test_a_group_on_another_network_has_a_thread_there(ranks: Callable[[int], Ra
 
 
 def test_between_machines_messages_go_by_gloo(ranks: Callable[[int], Ranks]) -> None:
-    case = Case("interleaved_1f1b", pp=4, steps=4)
+    case = Case("interleaved_1f1b", pp=4, steps=2)
     one = ranks(4).run(train_noting_channels, case=case)
     two = ranks(4).run(train_noting_channels, case=case, hosts=(0, 0, 1, 1))
     apart = ranks(4).run(train_noting_channels, case=case, hosts=(0, 1, 2, 3))
