@@ -82,6 +82,23 @@ def test_containers_that_were_filled_hold_what_they_held_before() -> None:
         }
 
 
+def test_empty_containers_and_hooks_of_modules_are_emptied_again() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    held = {"list": [], "dict": {}, "set": set(), "deque": deque(), "ordered": OrderedDict()}
+    for name, value in held.items():
+        setattr(module, name, value)
+    with unchanged(module):
+        module[0].register_forward_hook(lambda *_: None)
+        module.list.append(1)  # type: ignore[union-attr,operator]
+        module.set.add(1)  # type: ignore[union-attr,operator]
+        module.deque.append(1)  # type: ignore[union-attr,operator]
+        for name in ("dict", "ordered"):
+            getattr(module, name)["a"] = 1
+    assert [len(getattr(module, name)) for name in held] == [0] * 5
+    assert all(getattr(module, name) is value for name, value in held.items())
+    assert not module[0]._forward_hooks
+
+
 def test_shapes_without_numbers_stay_as_they_are() -> None:
     with FakeTensorMode():
         module = nn.BatchNorm1d(2)
