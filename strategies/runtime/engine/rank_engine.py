@@ -28,6 +28,7 @@ from strategies.models.replay.rows.whole_values import Step
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode
 from strategies.models.state import Generators, kept_generators
 from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
+from strategies.runtime.engine.last_batches import check_ends
 from strategies.runtime.engine.rank_passes import PassResult, RankPasses
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.step.activation_bytes import ActivationBytes
@@ -459,8 +460,7 @@ class Engine(RankPasses):
         bulletin = self._world_bulletin if joins else self._bulletin
         bulletin.post([0, loss, start_packing(entries)(), None, None, rows, self.ends])
         replicas = self._by_replica(bulletin.read(), joins)
-        if joins:
-            self._check_ends(replicas)
+        check_ends(replicas, self.coordinates, "train")
         return self._joined(replicas, StepResult(), rows=joins)
 
     def last_stats(self) -> StepStats | None:

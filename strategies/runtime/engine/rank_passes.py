@@ -31,6 +31,7 @@ from strategies.models.state import Fetch, Generators, kept_generators, own_gene
 from strategies.models.step_places import Slot
 from strategies.models.step_state import StepState
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
+from strategies.runtime.engine.last_batches import DIVIDE, check_ends
 from strategies.runtime.engine.rank_weights import RankWeights
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.fingerprint import compare, shared_print
@@ -50,11 +51,6 @@ from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
 
 _MANY_WAYS = 24
 _PATIENCE_S = 3.0  # longer waits are said
-_DIVIDE = (
-    "Divide data of your own by trainer.distributed_sampler_kwargs (the replica's rank and "
-    "num_replicas, the same on all ranks of a pipeline) in place of trainer.global_rank and "
-    "world_size."
-)
 _log = logging.getLogger(__name__)
 
 
@@ -333,12 +329,11 @@ class RankPasses(RankWeights):
             if not (train and update) and stream is None:
                 # Without an optimizer step the pass ends here; only training steps are kept.
                 self.recorder.finish(keep=False)
+            check_ends(replicas, self.coordinates, options.mode)
             self._check_same([answer[0] for answer in answers])
             self._check_ways([answer[7] for answer in answers])
             if self.rates and len({answer[8] for each in replicas for answer in each}) > 1:
                 self.rates.refuse()
-            if joins:
-                self._check_ends(replicas)
             self._note([answer[3] for answer in answers])
             said = next((answer[4] for answer in answers if answer[4] is not None), None)
             self.mirror.take(said)
@@ -390,7 +385,7 @@ class RankPasses(RankWeights):
             _log.warning(
                 "check_batches=False, and the ranks of one pipeline have different first batches: "
                 "the first stage takes inputs from its own, the last one targets, and rows that "
-                f"another rank has are not trained on. {_DIVIDE}"
+                f"another rank has are not trained on. {DIVIDE}"
             )
 
     def _compare_rows(
@@ -478,29 +473,8 @@ class RankPasses(RankWeights):
             raise DataError(
                 "the ranks of one pipeline see different batches (checksums "
                 f"{listing}). Data must not depend on the process: give the loader a seeded "
-                f"generator or sampler. {_DIVIDE}"
+                f"generator or sampler. {DIVIDE}"
             )
-
-    def _check_ends(self, replicas: list[list[list[Any]]]) -> None:
-        """Refuses that one replica's epoch ends and another's goes on: that one would wait for it.
-
-        All ranks have the same to look at, so all raise.
-        """
-        ends = [answers[0][-1] for answers in replicas]
-        done = [count for count, last in ends if last]
-        if len(done) in (0, len(ends)):
-            return
-        counts = [
-            f"replica {number} has {count if last or count else f'more than {max(done)}'}"
-            for number, (count, last) in enumerate(ends)
-        ]
-        raise DataError(
-            f"replicas have unequal numbers of training batches in an epoch: {', '.join(counts)}. "
-            "Each step adds up the gradients of all replicas, so one would wait for another in "
-            "vain. Give all the same number (let the data set be divided by "
-            "trainer.distributed_sampler_kwargs, or end with the shortest share), or set "
-            f"Trainer(limit_train_batches={min(done)})."
-        )
 
     def _check_ways(self, ways: list[int]) -> None:
         if len(set(ways)) > 1:

@@ -24,6 +24,7 @@ from strategies.models.stage_model import Mode, StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.plan import Options, Plan, num_buckets
 from strategies.planner.cut import balance, by_counts
+from strategies.runtime.engine.last_batches import Ends
 from strategies.runtime.engine.plan_choice import chosen_plan
 from strategies.runtime.messages import fingerprint, mesh
 from strategies.runtime.messages.control import Bulletin
@@ -211,8 +212,7 @@ class RankSetup:
         self._compared = False
         self._began = False
         self._ways: set[int] = set()  # of the training step that all ranks know of, but the first
-        # How many batches this replica's epoch has, None if nobody knows, and whether it ends now.
-        self.ends: tuple[int | None, bool] = None, False
+        self.ends: Ends = None, False, None  # as this rank knows it
         self._silence_s = min(60.0, options.timeout_s)
         self._short_told = False
         self._joined_steps: set[str] = set()  # whose rows are known

@@ -45,6 +45,7 @@ from strategies.runtime.lightning.data_order import (
     shard,
     undisturbed,
 )
+from strategies.runtime.lightning.epoch_ends import EpochEnds
 from strategies.runtime.lightning.hooks.hook_state import HookState, count_replicas
 from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
 from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
@@ -97,6 +98,7 @@ class SetupStrategy(UpdatingStrategy):
         self._engine_module: pl.LightningModule | None = None
         self._own_sampler = True
         self._looked = Looked()
+        self._epoch_ends = EpochEnds(lambda: self.engine)
         self._shuffled: list[DeviceOrder] = []  # in which loaders shuffle
         self._saved_orders: list[Mapping[str, Any]] | None = None
 
@@ -140,7 +142,9 @@ class SetupStrategy(UpdatingStrategy):
         self._groups.orders = None
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, HookState) for callback in callbacks):
-            callbacks.insert(0, HookState(lambda: self.engine, lambda: self._overridden))
+            callbacks.insert(
+                0, HookState(lambda: self.engine, lambda: self._overridden, self._epoch_ends)
+            )
         count_replicas(callbacks, replicas=self.dp, size=self.world_size // self.dp)
         self._overridden = OverriddenHooks.agreed(trainer, module)
         if fitting and self._loop is not None:
@@ -419,6 +423,7 @@ class SetupStrategy(UpdatingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Gives a replica its share, and continues where a checkpoint was written."""
         share = self._share_of(dataloader)
+        self._epoch_ends.compare(share, self._trainer)
         return undisturbed(share, rank=self.global_rank) if self._watched else share
 
     def _share_of(self, dataloader: object) -> object:

@@ -36,11 +36,10 @@ from strategies.runtime.lightning.checkpoints.whole_state import StateOnSight
 from strategies.runtime.lightning.data_order import (
     catch_up,
 )
+from strategies.runtime.lightning.epoch_ends import ends_loader
 from strategies.runtime.lightning.hooks.epoch_metrics import EPOCH, STEP
 from strategies.runtime.lightning.hooks.hook_state import (
     ALIKE,
-    ends_loader,
-    epoch_ends,
     repeat_logs,
 )
 from strategies.runtime.lightning.last_words import speak_once
@@ -266,7 +265,8 @@ class PipelineStrategy(SetupStrategy):
         if batch_idx is None:
             batch_idx = trainer.fit_loop.batch_idx
         self._heartbeat.step(trainer.global_step + 1)
-        self.engine.ends = epoch_ends(trainer, ahead=self.dp > 1 or self._loop is not None)
+        ahead = self.dp > 1 or self._loop is not None
+        self.engine.ends = self._epoch_ends.now(trainer, ahead=ahead)
         if self.is_global_zero:
             rows = count_rows(batch, self._loaders)
             count = self._plan.num_microbatches
@@ -411,11 +411,13 @@ class PipelineStrategy(SetupStrategy):
 
     def _evaluate(self, batch: Any, indices: Sequence[int], mode: Mode) -> PassResult:
         which = self._which(indices, mode)
+        self.engine.ends = self._epoch_ends.now(self._trainer, ahead=False)
         asks = self.engine.is_alone or self._hooks is not None
         refused = self.engine.refusal(batch, **which) if asks else None
         if refused is None:
             result = self.engine.evaluation_pass(batch, **which)
         else:
+            self._epoch_ends.untold(self._trainer)
             result = self._evaluate_whole(refused, mode, batch, *indices)
         self._repeat_logs(result, batch)
         number = which["dataloader_idx"]

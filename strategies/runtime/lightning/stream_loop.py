@@ -160,7 +160,7 @@ class StreamLoop:
         """Whether something follows this call that looks at weights or at the epoch's logs."""
         trainer: Any = self._strategy._trainer
         loop = trainer.fit_loop
-        _, last = self._engine.ends
+        _, last, _ = self._engine.ends
         if last or trainer.should_stop or self._stream.stops:
             return True
         # By the clock ranks would decide each by itself: validation then drains when it begins.

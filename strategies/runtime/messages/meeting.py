@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -37,9 +38,11 @@ class Meeting:
 
     Attributes:
         number: Of default groups so far, the same on all ranks.
+        epochs: By kind of loop, how many have ended since ``store`` is a new place.
     """
 
     number: int = 0
+    epochs: Counter[str] = field(default_factory=Counter)
     _failures: int = 0  # of the group, after which it has stayed
     _store: Store | None = None
     _world: Any = None
@@ -78,6 +81,7 @@ class Meeting:
             self._store = self._store or store
             self._own = _listening() - self._before
         self._world, self._failures = world, 0
+        self.epochs.clear()
         exchange = everybody()
         found = exchange.everyone([self.number, sorted(self._own)])
         self.number = 1 + max(number for number, _ in found)
@@ -91,6 +95,7 @@ class Meeting:
     def stay(self) -> None:
         """All ranks have failed, have said so in ``store``, and go on in this group."""
         self._failures += 1
+        self.epochs.clear()
 
     def end(self) -> None:
         """Ends the group and all others; all ranks that wait for this one are released."""

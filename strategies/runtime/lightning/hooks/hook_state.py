@@ -7,26 +7,21 @@ after each batch where a hook between batches is overridden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from copy import deepcopy
-from functools import partial
-from math import isfinite, isinf
+from collections.abc import Callable, Iterable
+from math import isfinite
 from typing import Any
-from weakref import finalize
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ThroughputMonitor
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from strategies.errors import DataError
 from strategies.models.logs import Replicas, share_metrics
-from strategies.models.nested import replaced
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.epoch_ends import EpochEnds
 from strategies.runtime.lightning.hooks.epoch_metrics import (
     EPOCH,
     STEP,
@@ -60,10 +55,14 @@ class HookState(pl.Callback):
     """Mirrors what steps have left before hooks look at it; of no cost where they left nothing."""
 
     def __init__(
-        self, engine: Callable[[], Engine], overridden: Callable[[], OverriddenHooks]
+        self,
+        engine: Callable[[], Engine],
+        overridden: Callable[[], OverriddenHooks],
+        ends: EpochEnds,
     ) -> None:
         self._engine = engine
         self._overridden = overridden
+        self._epoch_ends = ends
 
     def _begins(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Before the first batch: which hooks look, and with whom metrics are computed."""
@@ -96,8 +95,7 @@ class HookState(pl.Callback):
 
     def _ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         engine = self._engine()
-        if trainer.training and engine.coordinates.dp > 1:
-            _refuse_no_batch(trainer, engine)
+        self._epoch_ends.end(trainer)
         engine.mirror.share()
         if not trainer.predicting and engine.coordinates.dp > 1:
             join_epoch(trainer, pl_module, engine.whole.replicas)
@@ -146,104 +144,3 @@ def _as_many_batches(trainer: pl.Trainer, engine: Engine) -> bool:
     group = engine.communicators.get("control", everybody)
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     return isfinite(number) and float(bounds[0]) == -float(bounds[1])
-
-
-def epoch_ends(trainer: pl.Trainer, *, ahead: bool) -> tuple[int | None, bool]:
-    """How many training batches the epoch has, None if nobody knows, and whether this is the last.
-
-    Asked inside a training step. The step that ends the training ends the epoch, too.
-
-    Args:
-        trainer: It trains.
-        ahead: Whether to fetch the next batch where a loader's length is a promise only.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    steps = trainer.global_step + (not loop._should_accumulate())
-    loaders: Any = trainer.fit_loop._combined_loader
-    promised = not all(map(_is_measured, loaders.flattened))
-    if (
-        loop._num_ready_batches_reached()
-        or 0 < loop.max_steps <= steps
-        or (promised and ahead and _nothing_follows(trainer.fit_loop._data_fetcher))
-    ):
-        return int(loop.batch_progress.current.ready), True
-    known = trainer.num_training_batches
-    return (int(known) if isfinite(known) and not promised else None), False
-
-
-def _is_measured(loader: Any) -> bool:
-    """Whether a loader's length is that of its data; else it is a promise of the user's code."""
-    own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    samplers = (loader.sampler, loader.batch_sampler) if own else ()
-    return own and all(type(each).__module__.startswith(_KNOWN) for each in samplers)
-
-
-_KNOWN = ("torch.", "lightning.", "strategies.", "builtins")
-
-
-def _nothing_follows(fetcher: Any) -> bool:
-    """Whether this batch is the last one; fetches the next one for that, which Lightning gets."""
-    if fetcher.length is None:
-        return bool(fetcher.done)
-    if not isinstance(fetcher.iterator, _Ahead):
-        fetcher.iterator = _Ahead(fetcher.iterator, fetcher.combined_loader.flattened)
-    return fetcher.iterator.nothing_follows
-
-
-class _Ahead:
-    """An iterator that knows whether something follows.
-
-    Loaders with a state keep the one from before the batch that is fetched ahead, as long as the
-    loop has not got that: a run that resumes from it begins with this batch.
-    """
-
-    def __init__(self, iterator: Iterator[Any], loaders: Sequence[Any]) -> None:
-        self._iterator = iterator
-        self._stateful = [loader for loader in loaders if hasattr(loader, "state_dict")]
-        self._kept = ExitStack()
-        finalize(self, self._kept.close)  # An epoch may end before the batch.
-        self._next: list[Any] = []
-        self._ended = False
-
-    @property
-    def nothing_follows(self) -> bool:
-        if not self._next and not self._ended:
-            states = [(vars(each), deepcopy(each.state_dict())) for each in self._stateful]
-            kept = [(own, "state_dict", partial(deepcopy, state)) for own, state in states]
-            self._kept.enter_context(replaced(kept))
-            try:
-                self._next.append(next(self._iterator))
-            except StopIteration:
-                self._ended = True
-        return self._ended
-
-    def __next__(self) -> Any:
-        self._kept.close()
-        if self._ended:
-            raise StopIteration
-        return self._next.pop() if self._next else next(self._iterator)
-
-
-def _refuse_no_batch(trainer: pl.Trainer, engine: Engine) -> None:
-    """Of a replica whose loader is empty, while others may wait for it in their first step."""
-    loop = trainer.fit_loop.epoch_loop
-    if loop.batch_progress.current.ready or trainer.should_stop or loop._is_training_done:
-        return
-    raise DataError(
-        f"replica {engine.coordinates.dp_rank} has 0 training batches in this epoch, and every "
-        "step adds up the gradients of all replicas. Give all of them the same number (let the "
-        "data set be divided by trainer.distributed_sampler_kwargs)."
-    )
-
-
-def ends_loader(trainer: pl.Trainer, loader: Sequence[int]) -> bool:
-    """Whether this evaluation batch is the last of its loader, or may be."""
-    loop: Any = trainer._active_loop
-    progress = loop.batch_progress
-    if progress.is_last_batch:
-        return True
-    counts = loop.max_batches
-    if not isinstance(counts, list) or len(counts) < 2:
-        return False
-    through = sum(counts[: (loader[0] if loader else 0) + 1])
-    return bool(isinf(through) or progress.current.ready >= through)
