@@ -6,7 +6,8 @@ units are run, and how their matrices lie over several ranks, this does not know
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,13 +16,36 @@ from strategies.models.stage_model import Unit, filled
 
 
 class Elsewhere(nn.Module):
-    """Stands for a unit that lives on another rank; holds nothing."""
+    """Stands for a unit that lives on another rank; holds nothing.
+
+    ``listed`` is called when its parameters are listed, which are not all of the module's then.
+    """
+
+    def __init__(self, listed: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        vars(self)["_parameters"] = _NoParameters(listed)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         raise ModelError(
             "a unit of another pipeline rank was called outside of the pipeline. Use pp=1 where "
             "the whole model is needed at once."
         )
+
+
+class _NoParameters(dict[str, Any]):
+    """Those of a unit that is not here; a copy, of which nobody hears, is a plain dict."""
+
+    def __init__(self, listed: Callable[[], None]) -> None:
+        super().__init__()
+        self._listed = listed
+
+    def items(self) -> Any:
+        self._listed()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._listed()
+        return dict, ()
 
 
 class HeldUnits:
@@ -32,6 +56,7 @@ class HeldUnits:
         here: Those that this rank runs, by their place.
         parameter_names: All of the module's.
         canonical: Any name of a parameter -> the name at its first use.
+        listed: Called when parameters of units are listed that are not here.
     """
 
     def __init__(self, module: nn.Module, declared: Sequence[tuple[str, nn.Module]]) -> None:
@@ -49,6 +74,7 @@ class HeldUnits:
                 "Give each once."
             )
         self._module = module
+        self.listed: Callable[[], None] = lambda: None
         self.units = _with_costs(module, declared)
         self.here: dict[int, nn.Module] = {i: unit for i, (_, unit) in enumerate(declared)}
         self._away: dict[int, nn.Module] = {}  # units of other ranks, without their weights
@@ -76,7 +102,7 @@ class HeldUnits:
             for parameter in unit.parameters():
                 if id(parameter) not in held:
                     parameter.data = parameter.data.new_empty(0)
-            self._put(index, Elsewhere())
+            self._put(index, Elsewhere(lambda: self.listed()))
 
     def restore(self, values: Mapping[str, Tensor], placed: dict[str, nn.Parameter]) -> None:
         """Puts other ranks' units back, with these weights.

@@ -44,6 +44,7 @@ from strategies.models.tensor_parallel.unit_sharding import UnitSharding
 from strategies.plan import FAMILIES
 from strategies.sharding_plan import FoundPlan
 
+_NAMED = 3  # units, in a message
 
 @runtime_checkable
 class HasUnits(Protocol):
@@ -94,6 +95,13 @@ class UnitModel(StageModel):
     @property
     def parameter_names(self) -> tuple[str, ...]:
         return self._held.parameter_names
+
+    def on_listing(self, listed: Callable[[str], None]) -> None:
+        """``listed`` is called when somebody lists parameters that are not here, with what is."""
+        here = [self._units[index].name for index in self._runs]
+        more = ", ..." if len(here) > _NAMED else ""
+        what = f"{len(here)} of {len(self._units)} units ({', '.join(here[:_NAMED])}{more})"
+        self._held.listed = lambda: listed(what)
 
     def cut(self, stages: Sequence[range], owned: Sequence[int]) -> None:
         self._stages = tuple(stages)

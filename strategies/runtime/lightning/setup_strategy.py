@@ -26,6 +26,7 @@ from strategies.models.collectives import LocalGroup, default_group
 from strategies.models.manual.segments import SegmentModel
 from strategies.models.stage_model import StageModel
 from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
+from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.agreement.same_module import (
@@ -47,7 +48,7 @@ from strategies.runtime.lightning.data_order import (
 )
 from strategies.runtime.lightning.epoch_ends import EpochEnds
 from strategies.runtime.lightning.hooks.hook_state import HookState, count_replicas
-from strategies.runtime.lightning.hooks.hook_watch import OwnBackward
+from strategies.runtime.lightning.hooks.hook_watch import Listings, OwnBackward
 from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks
 from strategies.runtime.lightning.hooks.parameter_hooks import ParameterHooks
 from strategies.runtime.lightning.manual_optimization import (
@@ -277,6 +278,8 @@ class SetupStrategy(UpdatingStrategy):
                 changed=self._weights_changed,
                 settle=self.drain,
             )
+        elif isinstance(model, UnitModel):
+            model.on_listing(Listings(type(module).__name__, where))
 
     def _uncut_anywhere(self, module: pl.LightningModule, model: StageModel) -> StageModel:
         """The same kind of model on all replicas, which have looked at batches of their own."""

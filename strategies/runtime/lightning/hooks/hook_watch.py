@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ from strategies.models.nested import replaced
 from strategies.models.replay.gate import unchanged
 from strategies.models.replay.hole import Hole
 from strategies.runtime.lightning.refusals import is_weight_averaging
+from strategies.runtime.messages.mesh import Coordinates
 
+_log = logging.getLogger(__name__)
 _BESIDE = {
     "on_exception", "on_gpu", "on_before_batch_transfer", "on_after_batch_transfer",
 }  # fmt: skip
@@ -121,6 +124,68 @@ def listings_watched(
                 setattr(nn.Module, name, way)
 
 
+class Listings:
+    """Names each hook once that lists the parameters of a module of which ranks have some units.
+
+    Only such a list comes here: from places of units that are elsewhere. A hook that treats each
+    parameter by itself is right with those of its rank, so this warns and refuses nothing.
+    """
+
+    def __init__(self, module: str, where: Coordinates) -> None:
+        self._module, self._where = module, where
+        self._told: set[str] = set()
+
+    def __call__(self, here: str) -> None:
+        """``here``: what this rank has."""
+        label, every = _looking_hook()
+        first = self._where.dp_rank == 0 and not (every and self._where.pp_rank)
+        if label is None or label in self._told or not first:
+            return
+        self._told.add(label)
+        _log.warning(
+            f"{label} lists parameters of {self._module}, whose stages lie on {self._where.pp} "
+            f"ranks, and sees those of its own rank: {here}. What it computes of all of them (a "
+            "norm, an average, a copy) is that rank's part. Use "
+            "trainer.strategy.full_state_dict(everywhere=True) there, on all ranks, or pp=1. If it "
+            "treats each parameter by itself, set reads_weights = False on its class."
+        )
+
+
+_OF_EACH = {"_apply", "requires_grad_", "zero_grad"}  # what torch does to each parameter
+
+
+def _looking_hook() -> tuple[str | None, bool]:
+    """The user's function whose list of parameters this is, and whether all ranks run it.
+
+    None for Lightning's own lists and ours.
+    """
+    frame = sys._getframe(4)  # where the places ask
+    own = step = None
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = str(frame.f_globals.get("__name__", ""))
+        library = name.partition(".")[0]
+        if library in ("torch", "copy"):
+            if own is None and frame.f_code.co_name in _OF_EACH:
+                break
+        elif library not in _LIBRARIES:
+            own = frame.f_code.co_qualname
+            step = own if isinstance(frame.f_locals.get("self"), pl.LightningModule) else step
+        elif name != "lightning.pytorch.trainer.call":
+            return step, False
+        else:
+            given = frame.f_locals
+            owner = given.get("callback", given.get("pl_module"))
+            hook = given.get("hook_name", frame.f_code.co_name.removeprefix("_call_callbacks_"))
+            reads = getattr(owner, "reads_weights", True) and hook not in _SETS_UP
+            return label_of(owner, hook) if reads else None, True
+    return None, False
+
+
+_LIBRARIES = ("lightning", "strategies", "launcher")
+_SETS_UP = ("configure_model", "configure_optimizers")
+
+
 def hooks_of(owner: Any) -> list[str]:
     """Hooks that somebody has written; Lightning's own callbacks look at no weights but these."""
     parent = pl.LightningModule if isinstance(owner, pl.LightningModule) else pl.Callback
@@ -152,7 +217,7 @@ def label_of(owner: Any, name: str) -> str:
 def _is_known(kind: type, name: str) -> bool:
     """Whether a hook is Lightning's or this project's."""
     definer = next(base for base in kind.__mro__ if name in vars(base))
-    return definer.__module__.split(".")[0] in ("lightning", "strategies", "launcher")
+    return definer.__module__.split(".")[0] in _LIBRARIES
 
 
 def differs_by_rank(owner: Any, name: str) -> bool:
