@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -32,7 +34,7 @@ from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_passes import PassResult
 from strategies.runtime.lightning.checkpoints.stock_file import serve_folders
-from strategies.runtime.lightning.checkpoints.whole_state import StateOnSight
+from strategies.runtime.lightning.checkpoints.whole_state import StateOnSight, bring_together
 from strategies.runtime.lightning.data_order import (
     catch_up,
 )
@@ -42,16 +44,18 @@ from strategies.runtime.lightning.hooks.hook_state import (
     ALIKE,
     repeat_logs,
 )
+from strategies.runtime.lightning.hooks.hook_watch import differs_by_rank, label_of
 from strategies.runtime.lightning.last_words import speak_once
 from strategies.runtime.lightning.manual_optimization import ManualOptimization, UncutByHand
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
 from strategies.runtime.lightning.setup_strategy import SetupStrategy
-from strategies.runtime.messages.exchange import Exchange
+from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.recorder import StepStats, gather_timeline
 
 _log = logging.getLogger(__name__)
+_SAVE = "on_save_checkpoint"
 
 
 serve_folders()  # Before anybody has made a strategy: a script that evaluates makes none.
@@ -232,16 +236,31 @@ class PipelineStrategy(SetupStrategy):
         self.engine.mirror.share()  # A checkpoint is of what all ranks have.
         with self._away():
             parts = super().lightning_module_state_dict()
-        if not self._has_sights or self._hooks is None:
+        if not self._has_sights:
             return parts
-        self._writer.sight = StateOnSight(parts, self._whole_in_hook)
-        return self._writer.sight
+        sight = StateOnSight(parts, partial(self._whole_in_hook, parts))
+        if self._hooks is None and self._save_hooks_differ():
+            sight.look()
+        self._writer.sight = sight
+        return sight
 
-    def _whole_in_hook(self) -> dict[str, Any] | None:
-        """The whole state where it is to be had: in a hook, or behind a training."""
+    def _save_hooks_differ(self) -> bool:
+        """Whether only some ranks may look at the state while a checkpoint is made; collective."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        owners: list[Any] = [c for c in callbacks if is_overridden(_SAVE, c, pl.Callback)]
+        owners += [self.lightning_module] * is_overridden(_SAVE, self.lightning_module)
+        own = [[label_of(owner, _SAVE), differs_by_rank(owner, _SAVE)] for owner in owners]
+        said = everybody().everyone(own)
+        return said != [own] * len(said) or any(differs for _, differs in own)
+
+    def _whole_in_hook(self, parts: dict[str, Any]) -> dict[str, Any] | None:
+        """The whole state where it is to be had: in a hook, or behind a training; collective."""
         if self.whole.restored:
             return dict(self.whole.module.state_dict())
-        return None if self._hooks is None else self._hooks.state()
+        if self._hooks is not None:
+            return self._hooks.state()
+        found = bring_together(self._first_replica(parts), everywhere=True)
+        return {name: found[name] for name in self.whole.names if name in found}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with self._away():

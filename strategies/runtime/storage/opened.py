@@ -245,6 +245,13 @@ class Opened:
             )
         return found
 
+    def of_first(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What rank 0 has under keys that a rank's nested state lacks: people write some there."""
+        if not set(read_part(self.path, self.manifest, tree_file(0))) - set(found):
+            return {}
+        first = self.read(rank=0, state={}, optimized={})
+        return {key: value for key, value in first.items() if key not in found}
+
     def whole_names(self) -> list[str]:
         """Of the whole model's state, tensors and values."""
         there = (*self.metadata.state_dict_metadata, *self.values)

@@ -287,7 +287,9 @@ class CheckpointingStrategy(RanksStrategy):
     @property
     def _hook_loads(self) -> bool:
         """Whether the module's ``on_load_checkpoint`` is to find the whole state."""
-        return self._has_sights and is_overridden("on_load_checkpoint", self.lightning_module)
+        where = self.coordinates
+        whole = self._has_sights or where.tp == where.ep == 1
+        return whole and is_overridden("on_load_checkpoint", self.lightning_module)
 
     @property
     def _has_sights(self) -> bool:

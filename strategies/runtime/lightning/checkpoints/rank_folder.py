@@ -190,6 +190,7 @@ def load(
     found: dict[str, Any] = {}
     try:
         found = opened.read(rank=source, state=state, optimized=optimized)
+        found |= opened.of_first(found)
     except CheckpointError as error:
         problem = str(error)
     _agree(problem, exchange, DamagedCheckpointError)

@@ -197,8 +197,7 @@ class StateOnSight(MutableMapping[str, Any]):
         self._bring = bring
         self._found: dict[str, Any] = {}
 
-    @property
-    def _data(self) -> dict[str, Any]:
+    def look(self) -> dict[str, Any]:
         if not self.seen:
             found = self._bring()
             if found is None:
@@ -207,28 +206,28 @@ class StateOnSight(MutableMapping[str, Any]):
         return self._found
 
     def __getitem__(self, name: str) -> Any:
-        return self._data[name]
+        return self.look()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._data[name] = value
+        self.look()[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self._data[name]
+        del self.look()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
+        return iter(self.look())
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self.look())
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        return self._data | dict(other)
+        return self.look() | dict(other)
 
     def copy(self) -> dict[str, Any]:
-        return dict(self._data)
+        return dict(self.look())
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return copy.deepcopy(self._data, memo)
+        return copy.deepcopy(self.look(), memo)
 
     def plain(self, whole: Mapping[str, Any] | None) -> dict[str, Any]:
         """As a dict; ``whole`` of one that nobody has looked at."""
