@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.loggers import (
+    CometLogger,
     CSVLogger,
+    LitLogger,
     Logger,
     MLFlowLogger,
     TensorBoardLogger,
     WandbLogger,
+    comet,
 )
 
 from tests.distributed.test_trainer_flags import Scored, equal, rows
@@ -73,8 +79,52 @@ def _of_mlflow(folder: Path) -> Any:
     return told, run.data.params
 
 
+class Service:
+    """Stands in for what a logger hands all to that cannot be had without an account."""
+
+    project_name = name = "tests"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.given: list[Any] = []
+        GIVEN.append(self.given)
+
+    def _keep(self, *what: Any) -> None:
+        self.given.append(_plain(what))
+
+    def __getitem__(self, key: str) -> Any:
+        return SimpleNamespace(append=lambda value, step: self._keep(key, value, step))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._keep(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **named: self._keep(name, given, named)
+
+
+GIVEN: list[list[Any]] = []
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts as they are, of a module its class."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+def _of_service(folder: Path) -> Any:
+    (given,) = GIVEN
+    assert given, "nothing has come to it"
+    return given
+
+
 MADE: dict[str, Callable[[Path], Logger]] = {
     "CSVLogger": lambda folder: CSVLogger(folder, name="", version=""),
+    "CometLogger": lambda folder: CometLogger(project="tests"),
+    "LitLogger": lambda folder: LitLogger(folder, name="tests"),
     "TensorBoardLogger": lambda folder: TensorBoardLogger(folder, log_graph=True),
     "MLFlowLogger": lambda folder: MLFlowLogger("tests", tracking_uri=f"file:{folder}"),
     "WandbLogger": lambda folder: WandbLogger("name", folder, offline=True, project="tests"),
@@ -84,6 +134,8 @@ READ: dict[str, Callable[[Path], Any]] = {
         logged_rows(CSVLogger(folder, name="", version="")),
         (folder / "hparams.yaml").read_text(),
     ),
+    "CometLogger": _of_service,
+    "LitLogger": _of_service,
     "TensorBoardLogger": _of_tensorboard,
     "MLFlowLogger": _of_mlflow,
     "WandbLogger": _of_wandb,
@@ -98,6 +150,13 @@ def run(name: str, strategy: Mapping[str, Any] | None, folder: str) -> Any:
         warnings.simplefilter("ignore")
         patch.setenv("WANDB_SILENT", "true")
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        GIVEN.clear()
+        if name in ("CometLogger", "LitLogger"):
+            config = partial(SimpleNamespace, offline_directory=folder)
+            service = SimpleNamespace(start=Service, Experiment=Service, ExperimentConfig=config)
+            patch.setitem(sys.modules, "comet_ml", service)  # type: ignore[arg-type]
+            patch.setitem(sys.modules, "litlogger", service)  # type: ignore[arg-type]
+            patch.setattr(comet, "_COMET_AVAILABLE", True)
         module, logger = Described(), MADE[name](Path(folder))
         if isinstance(logger, WandbLogger) and os.environ["RANK"] == "0":
             logger.experiment.config.update({"own": 1})
@@ -108,11 +167,19 @@ def run(name: str, strategy: Mapping[str, Any] | None, folder: str) -> Any:
         logger.save()
         if strategy is not None:
             trainer.strategy.engine.close()  # type: ignore[attr-defined]
+        assert trainer.is_global_zero or not GIVEN
         return READ[name](Path(folder)) if trainer.is_global_zero else None
 
 
 @pytest.mark.lightning_feature(
-    "logger", "CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"
+    "logger",
+    "CometLogger",
+    "CSVLogger",
+    "LitLogger",
+    "Logger",
+    "MLFlowLogger",
+    "TensorBoardLogger",
+    "WandbLogger",
 )
 @pytest.mark.parametrize(
     "name",
