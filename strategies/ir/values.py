@@ -132,12 +132,16 @@ class _Values:
 
     def _shares(self, item: Instruction, rank: int) -> list[_Key]:
         update = (item.stage, item.version, rank)
-        if update not in self._updates:  # One for all of its buckets.
-            self._updates[update] = [
+        if update not in self._updates:
+            shares: list[_Key] = [
                 (Value.SHARE, item.stage, number)
                 for number in self._program.microbatches_of(item.version)
                 if self._rank_of(item.stage, number) == rank
             ]
+            # Of its other buckets the last share in the list says as much as all of them.
+            last = max(shares, key=lambda key: self._made.get(key, -1), default=None)
+            self._updates[update] = [] if last is None else [last]
+            return shares
         return self._updates[update]
 
     def _sums(self, item: Instruction, rank: int) -> list[_Key]:
