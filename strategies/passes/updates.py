@@ -33,13 +33,22 @@ def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
 
 def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
     """Stage -> when any of its owners first uses it: one order for all, they gather together."""
-    end = len(program.graph.nodes)
-    turn = {stage: (end, stage) for stage in range(program.placement.num_stages)}
-    for place, node in enumerate(program.graph.order):
-        for part in program.graph.nodes[node].parts:
+    position = _positions(program)
+    turn = {stage: (len(position), stage) for stage in range(program.placement.num_stages)}
+    nodes = (item for row in program.ranks for item in row)
+    for place, item in zip(position, nodes, strict=True):
+        for part in item.parts:
             if part.kind is Kind.F:
                 turn[part.stage] = min(turn[part.stage], (place, part.stage))
     return turn
+
+
+def _positions(program: Program) -> Sequence[int]:
+    """Per instruction, rank by rank, its place in one order of all lists."""
+    if program.placement.weight_copies == 1:  # No stage has two owners: their lists' own will do.
+        return range(sum(map(len, program.ranks)))
+    order = program.graph.order
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 # ------------------------------------------------------------------------------------- reduce grad
@@ -94,12 +103,12 @@ def add_steps(program: Program) -> Program:
 
 def _gradient_turns(program: Program) -> dict[int, int]:
     """Stage -> when its gradient is complete on all owners: a place in one order of all stages."""
-    position = {node: place for place, node in enumerate(program.graph.order)}
-    offsets = program.graph.offsets
+    position, offset = _positions(program), 0
     turn = dict.fromkeys(range(program.placement.num_stages), -1)
-    for rank, row in enumerate(program.ranks):
+    for row in program.ranks:
         for stage, place in last_gradients(row).items():
-            turn[stage] = max(turn[stage], position[offsets[rank] + place])
+            turn[stage] = max(turn[stage], position[offset + place])
+        offset += len(row)
     return turn
 
 
