@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from strategies.errors import DeadlockError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import (
+    BACKWARD_KINDS,
     CHANNEL_KINDS,
     COMPUTE_KINDS,
     EXCHANGE_KINDS,
@@ -149,6 +151,50 @@ def _cause(node: int, graph: Graph, done: bytearray) -> str:
     return f"step {item} to be posted" if item.kind is Kind.RECV else f"step {item}"
 
 
+# --------------------------------------------------------------------------------------- transfers
+
+
+class Transfer(NamedTuple):
+    """A value that one rank makes and another one uses."""
+
+    payload: Kind  # F or B
+    source: int  # stage that makes it
+    target: int  # stage that uses it
+    microbatch: int
+    producer: int  # nodes of the graph
+    consumer: int
+
+
+_TARGET = attrgetter("target")
+
+
+def transfers(program: Program) -> list[Transfer]:
+    """All of a program that has no messages yet."""
+    graph = program.graph
+    rank, needs = graph.rank, graph.needs
+    made: dict[Kind, dict[tuple[int, int | None], int]] = {kind: {} for kind in Kind}
+    for node, item in enumerate(graph.nodes):
+        for part in item.halves or (item,):
+            made[part.kind][part.stage, part.microbatch] = node
+    forward, recompute = made[Kind.F], made[Kind.R]
+    backward = {pair: node for kind in BACKWARD_KINDS for pair, node in made[kind].items()}
+    found = []
+    for source, target in ((b.source, b.target) for b in program.boundaries):
+        for number in range(program.num_microbatches):
+            above, below = forward.get((source, number)), forward.get((target, number))
+            if above is None or below is None or rank[above] == rank[below]:
+                continue
+            found.append(Transfer(Kind.F, source, target, number, above, below))
+            above, below = backward.get((source, number)), backward.get((target, number))
+            if above is None or below is None:
+                continue
+            early = recompute.get((source, number), above)
+            if early != above and below in needs[early]:
+                above = early  # It waits for the gradient before its backward does.
+            found.append(Transfer(Kind.B, target, source, number, below, above))
+    return found
+
+
 # --------------------------------------------------------------------------------------------------
 # A program flattened for replay: one tuple per instruction that takes time, in walk order.
 #
@@ -201,7 +247,10 @@ class Inside(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Instructions in one linear extension, messages attached to their producers."""
+    """Instructions in one linear extension, messages attached to their producers.
+
+    Messages of a program that has none yet are numbered behind the nodes of its graph.
+    """
 
     steps: tuple[Compute | Channel, ...]
     num_nodes: int
@@ -227,6 +276,16 @@ def flatten(program: Program) -> Walk:
         elif item.kind is Kind.REDUCE:
             place = (graph.rank[node], item.stage, item.version)
             buckets[place] = buckets.get(place, 0) + 1
+    num_nodes = len(graph.nodes)
+    arriving: dict[int, list[int]] = {}
+    if not program.lowered:
+        # In the order in which lowering lets the messages of one producer leave.
+        for _, source, target, _, producer, consumer in sorted(transfers(program), key=_TARGET):
+            link = graph.rank[producer] * num_ranks + graph.rank[consumer]
+            ends = boundary[(source, target) if source < target else (target, source)]
+            outgoing.setdefault(producer, []).append(Message(num_nodes, num_nodes, link, ends))
+            arriving.setdefault(consumer, []).append(num_nodes)
+            num_nodes += 1
     steps: list[Compute | Channel] = []
     fused: dict[tuple[int, int], int] = {}
     travels: list[Inside] = []
@@ -236,6 +295,7 @@ def flatten(program: Program) -> Walk:
         item, rank, needs = graph.nodes[node], graph.rank[node], graph.needs[node]
         if item.kind in COMPUTE_KINDS:
             messages = tuple(outgoing.get(node, ()))
+            needs = (*needs, *arriving.get(node, ()))
             if item.halves:
                 first, second = (row[half.kind] + half.stage for half in item.halves)
                 duration = len(row) * num_stages + fused.setdefault((first, second), len(fused))
@@ -253,4 +313,4 @@ def flatten(program: Program) -> Walk:
             fraction = (bucket + 1) / buckets.get((rank, item.stage, item.version), 1)
             released_by = max(needs) if inside else -1
             steps.append(Channel(node, rank, item.stage, bucket, released_by, fraction, needs))
-    return Walk(tuple(steps), len(graph.nodes), tuple(travels), tuple(fused))
+    return Walk(tuple(steps), num_nodes, tuple(travels), tuple(fused))

@@ -15,24 +15,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from strategies.costs.table import CostTable
+from strategies.ir.graph import DURATION_ROWS, Transfer, transfers
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Placement, Program
-from strategies.simulator.engine import order_times, replay
-
-
-class Message(NamedTuple):
-    """A value that crosses from rank to rank."""
-
-    payload: Kind  # F or B
-    source: int  # stage that makes it
-    target: int  # stage that uses it
-    microbatch: int
-    producer: int  # nodes of the unlowered program's graph
-    consumer: int
+from strategies.simulator.engine import flat_durations, order_times, replay
 
 
 def add_messages(program: Program, table: CostTable | None = None) -> Program:
@@ -44,7 +33,9 @@ def add_messages(program: Program, table: CostTable | None = None) -> Program:
     return place_messages(program, end, lambda message: end[message.producer])
 
 
-def place_messages(program: Program, end: list[float], when: Callable[[Message], float]) -> Program:
+def place_messages(
+    program: Program, end: list[float], when: Callable[[Transfer], float]
+) -> Program:
     """Merges messages into the lists.
 
     Ends grow strictly along each rank's compute and along dependencies; a message's time lies from
@@ -56,14 +47,19 @@ def place_messages(program: Program, end: list[float], when: Callable[[Message],
     events: list[list[tuple[tuple[float, int, int, int], Instruction]]] = [
         [] for _ in program.ranks
     ]
-    for node, item in enumerate(program.graph.nodes):
-        # A REDUCE ends with its list neighbour and follows its SEND; a STEP ends the list.
-        turn = 0 if item.kind in MICROBATCH_KINDS else 2
-        time = float("inf") if item.kind is Kind.STEP else end[node]
-        events[program.graph.rank[node]].append(
-            ((time, turn, node, 0), on_this_rank(item, placement))
-        )
-    for message in messages(program):
+    node = 0
+    for rank, row in enumerate(program.ranks):
+        time = 0.0
+        for item in row:
+            # A REDUCE follows its list neighbour and that one's SEND; a STEP ends the list.
+            turn = 0 if item.kind in MICROBATCH_KINDS else 2
+            if item.kind is Kind.STEP:
+                time = float("inf")
+            elif not turn:
+                time = end[node]
+            events[rank].append(((time, turn, node, 0), on_this_rank(item, placement)))
+            node += 1
+    for message in transfers(program):
         payload, source, target, microbatch = message[:4]
         key = (when(message), 1, position[message.producer], target)
         send = Instruction(Kind.SEND, source, microbatch, payload=payload, peer=target)
@@ -76,56 +72,19 @@ def place_messages(program: Program, end: list[float], when: Callable[[Message],
     return replace(program, ranks=rows, lowered=True)
 
 
-def messages(program: Program) -> list[Message]:
-    """Everything that has to cross between ranks in an unlowered program."""
-    made: dict[tuple[Kind, int, int], int] = {}
-    for node, item in enumerate(program.graph.nodes):
-        for part in item.parts if item.kind in MICROBATCH_KINDS else ():
-            assert part.microbatch is not None
-            payload = Kind.B if part.kind in BACKWARD_KINDS else part.kind
-            made[payload, part.stage, part.microbatch] = node
-    rank_of = program.placement.rank_of
-    found = []
-    for boundary in program.boundaries:
-        for microbatch in range(program.num_microbatches):
-            for payload, source, target in (
-                (Kind.F, boundary.source, boundary.target),
-                (Kind.B, boundary.target, boundary.source),
-            ):
-                producer = made.get((payload, source, microbatch))
-                consumer = made.get((payload, target, microbatch))
-                if producer is None or consumer is None:
-                    continue
-                again = made.get((Kind.R, target, microbatch))
-                if again is not None and producer in program.graph.needs[again]:
-                    consumer = again  # It waits for the gradient before its backward does.
-                if rank_of(source, microbatch) != rank_of(target, microbatch):
-                    found.append(Message(payload, source, target, microbatch, producer, consumer))
-    return found
-
-
 def end_times(program: Program, table: CostTable | None) -> list[float]:
     """When each node ends if messages hold up nobody."""
-    nodes = program.graph.nodes
-    lasts = [_duration(item, table) for item in nodes]
-    # An empty stage takes no time, but its messages still go before and after it.
-    shortest = 1e-6 * max(lasts, default=1.0)
-    # A REDUCE must not hold up the list; only its place in it matters here.
-    durations = [
-        max(last, shortest) if item.kind in MICROBATCH_KINDS else 0.0
-        for item, last in zip(nodes, lasts, strict=True)
-    ]
-    hop = 0.0 if table is None else max(table.hops, default=0.0)
-    return order_times(program, durations, hop)[1]
-
-
-def _duration(item: Instruction, table: CostTable | None) -> float:
-    if item.kind not in MICROBATCH_KINDS:
-        return 0.0
+    fused = program.walk.fused
     if table is not None:
-        return table.of(item)
-    # Orders the events where no costs are known; any positive durations are safe.
-    return float(sum(len(KINDS[part.kind].work) for part in item.parts))
+        durations, hop = flat_durations(table, fused), max(table.hops, default=0.0)
+    else:
+        # Orders the events where no costs are known; any positive durations are safe.
+        works, hop = [float(len(KINDS[kind].work)) for kind in DURATION_ROWS], 0.0
+        durations = [work for work in works for _ in range(program.placement.num_stages)]
+        durations += [durations[first] + durations[second] for first, second in fused]
+    # An empty stage takes no time, but its messages still go before and after it.
+    shortest = 1e-6 * max(durations, default=1.0)
+    return order_times(program, [max(each, shortest) for each in durations], hop)[1]
 
 
 # ------------------------------------------------------------------------------------ remote edges
@@ -252,22 +211,22 @@ class _Walk:
         self._next = [0] * len(self._rows)
         self._free = [0.0] * len(self._rows)
         self._made: dict[int, float] = {}  # compute node -> end
-        self._outgoing: dict[int, list[Message]] = defaultdict(list)
+        self._outgoing: dict[int, list[Transfer]] = defaultdict(list)
         self._missing: dict[int, int] = defaultdict(int)  # node -> messages not arrived
         self._hop = {
             frozenset((b.source, b.target)): hop
             for b, hop in zip(program.boundaries, table.hops, strict=True)
         }
-        for message in messages(program):
+        for message in transfers(program):
             self._outgoing[message.producer].append(message)
             self._missing[message.consumer] += 1
-        self._pending: list[Message] = []
+        self._pending: list[Transfer] = []
 
-    def run(self) -> tuple[list[float], dict[Message, float]]:
+    def run(self) -> tuple[list[float], dict[Transfer, float]]:
         """Place of every node and of every message in one order."""
         count = 0
         places = [-1.0] * len(self._graph.nodes)
-        when: dict[Message, float] = {}
+        when: dict[Transfer, float] = {}
         while any(turn < len(row) for turn, row in zip(self._next, self._rows, strict=True)):
             rank, start = min(self._ready(), key=lambda entry: entry[1], default=(-1, 0.0))
             message, at = self._urgent(rank, start)
@@ -286,7 +245,7 @@ class _Walk:
             self._made[node] = self._free[rank]
             self._pending += self._outgoing[node]
             places[node] = count
-        return _filled(places, self._graph.rank), when
+        return places, when
 
     def _ready(self) -> list[tuple[int, float]]:
         """(rank, start) of computes that need nothing more."""
@@ -300,9 +259,9 @@ class _Walk:
                     found.append((rank, self._free[rank]))
         return found
 
-    def _urgent(self, rank: int, start: float) -> tuple[Message | None, float]:
+    def _urgent(self, rank: int, start: float) -> tuple[Transfer | None, float]:
         """The message to take before that compute, if any, and its start."""
-        best: Message | None = None
+        best: Transfer | None = None
         best_at = 0.0
         graph, limit = self._graph, start if rank >= 0 else float("inf")
         for message in self._pending:
@@ -313,13 +272,3 @@ class _Walk:
             if at <= limit + slack and (best is None or at < best_at):
                 best, best_at = message, at
         return best, best_at
-
-
-def _filled(places: list[float], rank: tuple[int, ...]) -> list[float]:
-    """REDUCE and STEP stand where the list before them has got to."""
-    last: dict[int, float] = {}
-    for node, place in enumerate(places):
-        if place < 0:
-            places[node] = last.get(rank[node], 0.0)
-        last[rank[node]] = places[node]
-    return places

@@ -27,7 +27,6 @@ from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs, CostTable, spans_alone, spans_in_turn
 from strategies.errors import CostError, ProgramError
 from strategies.ir.graph import Compute
-from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Program
 from strategies.simulator.events import Item, run_events
 
@@ -94,34 +93,19 @@ def replay(program: Program, table: CostTable) -> tuple[list[float], list[float]
 def order_times(
     program: Program, durations: Sequence[float], hop: float
 ) -> tuple[list[float], list[float]]:
-    """Start and end of every node of a program without messages.
+    """Start and end of every node of a program without messages, where only compute takes time.
 
-    What one rank hands to another is known there one ``hop`` after its end, what a rank makes
-    itself at once. Updates wait for nothing.
+    ``durations`` are as in ``flat_durations``. What one rank hands to another is known there one
+    ``hop`` after its end.
     """
-    graph = program.graph
-    rank, count = graph.rank, len(graph.nodes)
-    messages = 0
-    needs: list[tuple[int, ...]] = [()] * count
-    leaving: list[tuple[Sent, ...]] = [()] * count
-    for node, found in enumerate(graph.needs):
-        if graph.nodes[node].kind not in MICROBATCH_KINDS:
-            continue
-        for need in found:
-            if rank[need] == rank[node]:
-                continue  # It stands before this one in the list.
-            if hop:
-                # A message with a node of its own, which no link holds up.
-                arrives = count + messages
-                leaving[need] += ((arrives, arrives, 0, messages),)
-                messages += 1
-                need = arrives
-            needs[node] += (need,)
-    steps = [(node, rank[node], node, needs[node], leaving[node]) for node in graph.order]
-    clocks = Clocks.at_zero(len(program.ranks))
-    latency = [hop] * messages
-    size = count + messages
-    start, end, _ = run_lists(steps, size, durations=durations, latency=latency, clocks=clocks)
+    walk, count = program.walk, len(program.graph.nodes)
+    start, end, _ = run_lists(
+        walk.steps,
+        walk.num_nodes,
+        durations=durations,
+        latency=[hop] * len(program.boundaries),
+        clocks=Clocks.at_zero(len(program.ranks)),
+    )
     return start[:count], end[:count]
 
 

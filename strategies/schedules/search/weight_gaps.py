@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 
 from strategies.analysis.memory import Holding
-from strategies.ir.graph import Graph
+from strategies.ir.graph import DURATION_ROWS, Graph
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
 from strategies.ir.program import Program
@@ -169,7 +169,12 @@ def makespan(program: Program, durations: Durations) -> float:
 
 def times_of(program: Program, durations: Durations) -> tuple[list[float], list[float]]:
     """Start and end of every node."""
-    took = [duration(item, durations) for item in program.graph.nodes]
+    took = [
+        sum(getattr(durations, work)[stage] for work in KINDS[kind].work)
+        for kind in DURATION_ROWS
+        for stage in range(program.placement.num_stages)
+    ]
+    took += [took[first] + took[second] for first, second in program.walk.fused]
     return order_times(program, took, durations.latency)
 
 
