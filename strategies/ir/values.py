@@ -70,6 +70,10 @@ class _Values:
                         raise self._made_twice(node, part, key)
             if item.kind is Kind.GATHER:
                 self._gathered.add((item.stage, rank))
+        # Most programs make neither of these, and nearly all of their instructions would ask.
+        kinds = {item.kind for item in graph.nodes}
+        unmade = {v for v in (Value.GATHERED, Value.LOSS_GRADIENT) if _MAKER[v] not in kinds}
+        self._used = {kind: tuple(v for v in _USES[kind] if v not in unmade) for kind in Kind}
 
     def _makes(self, item: Instruction, rank: int) -> list[_Key]:
         kind, stage, number = item.kind, item.stage, item.microbatch
@@ -99,7 +103,7 @@ class _Values:
             # What the computation around it makes.
             value = PAYLOADS.get(item.payload, Value.GRAPH)
             yield value, stage, number, stage if value in _TRAVELS else item.version
-        for value in _USES[kind]:
+        for value in self._used[kind]:
             if value in _TRAVELS and number is not None:
                 neighbours = self._sources if value is Value.ACTIVATION else self._targets
                 for other in neighbours.get(stage, ()):
