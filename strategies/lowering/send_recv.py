@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from strategies.costs.table import CostTable
 from strategies.ir.graph import DURATION_ROWS, Transfer, transfers
-from strategies.ir.instruction import Instruction
+from strategies.ir.instruction import Instruction, receiving, sending
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Placement, Program
 from strategies.simulator.engine import flat_durations, order_times, replay
@@ -62,8 +62,8 @@ def place_messages(
     for message in transfers(program):
         payload, source, target, microbatch = message[:4]
         key = (when(message), 1, position[message.producer], target)
-        send = Instruction(Kind.SEND, source, microbatch, payload=payload, peer=target)
-        receive = Instruction(Kind.RECV, target, microbatch, payload=payload, peer=source)
+        send = sending(source, microbatch, payload, target)
+        receive = receiving(target, microbatch, payload, source)
         events[placement.rank_of(source, microbatch)].append((key, send))
         events[placement.rank_of(target, microbatch)].append((key, receive))
     rows = tuple(

@@ -12,26 +12,21 @@ microbatches a few rounds tell it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import add, le
 
 from strategies.analysis.memory import (
     RECEIVED_AHEAD,
-    RankMemory,
-    peak_memory,
     step_bytes,
     vector,
 )
 from strategies.costs.table import CostTable, StageMemory
-from strategies.ir.instruction import Instruction, receiving, sending
+from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, Amounts, Kind, Purpose
 from strategies.ir.program import Program
-from strategies.lowering.send_recv import on_this_rank
 from strategies.plan import Plan
-from strategies.planner.quick_walk import Structure, flatten, lists_of
 from strategies.schedules import find_schedule
-from strategies.simulator.engine import Clocks, run_lists
 
 _WAITING = 8  # Messages that have arrived early on the worst rank: more than was ever seen.
 _ROUNDS = 3
@@ -70,13 +65,8 @@ def shortened(plan: Plan) -> Plan:
     return replace(plan, num_microbatches=short, group=shape.group)
 
 
-def build_holdings(plan: Plan, program: Program | None = None) -> Holdings:
-    """What its lists hold; ``program`` has them where they are known, of the shortened plan.
-
-    Raises:
-        PlanError: The plan breaks a rule of its schedule.
-    """
-    program = lists_of(shortened(plan)) if program is None else program
+def build_holdings(program: Program) -> Holdings:
+    """What its lists hold."""
     stages = tuple(map(program.placement.stages_of, range(len(program.ranks))))
     return Holdings(stages, tuple(map(_moments, program.ranks, stages)))
 
@@ -220,78 +210,3 @@ def _not_below_another(moments: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         if not any(all(map(le, moment, other)) for other in kept[:larger]):
             kept.append(moment)
     return kept
-
-
-# --------------------------------------------------------------------------------------------- all
-# Messages among compute, as ``strategies.lowering.send_recv`` merges them: by the time at which
-# what they carry is made.
-
-
-def rank_memory(
-    plan: Plan,
-    table: CostTable,
-    ranks: Collection[int] | None = None,
-    program: Program | None = None,
-    structure: Structure | None = None,
-) -> tuple[RankMemory, ...]:
-    """Each rank at its worst moment, as the compiled program has it; of ``ranks`` alone if given.
-
-    ``program`` is as for ``build_holdings``, and ``structure`` it, walked. ``table`` is the
-    program's, with what stages hold by what it is for; sends are buffered, and stages hand on to
-    their neighbours only.
-
-    Raises:
-        PlanError: The plan breaks a rule of its schedule.
-    """
-    program = lists_of(shortened(plan)) if program is None else program
-    wanted = range(len(program.ranks)) if ranks is None else sorted(ranks)
-    structure = flatten(program) if structure is None else structure
-    messaged = _with_messages(program, structure, table, frozenset(wanted))
-    found = peak_memory(messaged, table, wanted)
-    assert found is not None
-    return found
-
-
-def _with_messages(
-    program: Program, structure: Structure, table: CostTable, wanted: frozenset[int]
-) -> Program:
-    """The lists of the ranks that are wanted; others stay empty."""
-    end = _ends(structure, table)
-    placement, rows = program.placement, program.ranks
-    items = [item for row in rows for item in row]
-    rank_of = placement.rank_of
-    # When it is there, compute before messages, and a number by which no two are equal.
-    events: list[list[tuple[float, int, int, int, Instruction]]] = [[] for _ in rows]
-    for place, (node, rank, _, _, messages) in enumerate(structure.steps):
-        item = items[node]
-        stage, microbatch = item.stage, item.microbatch
-        assert microbatch is not None
-        now, mine = end[node], rank in wanted
-        if mine:
-            events[rank].append((now, 0, node, 0, on_this_rank(item, placement)))
-        if messages:
-            down = item.kind is Kind.F
-            peer, payload = (stage + 1, Kind.F) if down else (stage - 1, Kind.B)
-            if mine:
-                sent = sending(stage, microbatch, payload, peer)
-                events[rank].append((now, 1, place, peer, sent))
-            if (other := rank_of(peer, microbatch)) in wanted:
-                received = receiving(peer, microbatch, payload, stage)
-                events[other].append((now, 1, place, peer, received))
-    lists = tuple(tuple([event[4] for event in sorted(found)]) for found in events)
-    return replace(program, ranks=lists, lowered=True)
-
-
-def _ends(structure: Structure, table: CostTable) -> list[float]:
-    """When each node ends if messages hold up nobody, as lowering has it."""
-    durations = table.flat()
-    shortest = 1e-6 * max(durations, default=1.0)
-    hop = max(table.hops, default=0.0)
-    _, end, _ = run_lists(
-        structure.steps,
-        structure.num_nodes,
-        durations=[max(took, shortest) for took in durations],
-        latency=[hop] * len(structure.draft.boundaries),
-        clocks=Clocks.at_zero(structure.placement.num_ranks),
-    )
-    return end

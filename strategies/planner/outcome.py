@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -12,6 +12,7 @@ from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory, peak
 from strategies.compiler import compile_plan
 from strategies.costs.table import Costs
 from strategies.ir.program import Program, recomputed_pairs
+from strategies.lowering.send_recv import add_messages
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.planner.cut import skips
 from strategies.planner.group import Group
@@ -20,7 +21,6 @@ from strategies.planner.holdings import (
     build_holdings,
     bytes_between,
     rank_bytes,
-    rank_memory,
     recompute_pairs,
     shortened,
 )
@@ -134,7 +134,7 @@ def needed_bytes(problem: Problem, group: Group, order: Order, limit: int) -> in
     near = [rank for rank, (_, high) in enumerate(bounds) if high > limit]
     if not near:
         return max(high for _, high in bounds)
-    return max(held.total for held in _walked_memory(problem, group, order, near))
+    return max(held.total for held in _messaged_memory(group, order, near))
 
 
 @memo
@@ -145,18 +145,21 @@ def full_memory(problem: Problem, group: Group, order: Order) -> tuple[RankMemor
         PlanError: recompute=optimal finds no order.
     """
     if not needs_program(group, order):
-        return _walked_memory(problem, group, order)
+        return _messaged_memory(group, order)
     program = program_of(group, order)
     found = peak_memory(program, group.costs.table(program))
     assert found is not None
     return found
 
 
-def _walked_memory(
-    problem: Problem, group: Group, order: Order, ranks: Collection[int] | None = None
+def _messaged_memory(
+    group: Group, order: Order, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
-    plan = _few(group, order)
-    return rank_memory(plan, group.table, ranks, _lists(plan), structure(problem, plan))
+    """Of its lists with their messages, unverified."""
+    program = add_messages(_lists(_few(group, order)), group.table)
+    found = peak_memory(program, group.table, ranks)
+    assert found is not None
+    return found
 
 
 def least_bytes(problem: Problem, group: Group, order: Order) -> int:
@@ -224,7 +227,7 @@ def _few(group: Group, order: Order) -> Plan:
 
 @memo
 def _holdings(problem: Problem, plan: Plan) -> Holdings:
-    return build_holdings(plan, _lists(plan))
+    return build_holdings(_lists(plan))
 
 
 @memo
