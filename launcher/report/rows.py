@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from strategies.analysis.memory import Holding
+from strategies.analysis.memory import Sizes, held_changes
 from strategies.analysis.timeline import Event, Timeline
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import CHANNEL_KINDS, COMPUTE_KINDS, EXCHANGE_KINDS, KINDS, Kind
@@ -182,12 +182,11 @@ def held_over_time(timeline: Timeline, rank: int) -> Curve:
     program = timeline.program
     share = 1.0 / program.placement.stages_per_microbatch
     count = program.placement.num_stages
-    holding = Holding(program, (1.0,) * count, timeline.stage_input or (0.0,) * count)
+    sizes = Sizes.whole((1.0,) * count, timeline.stage_input)
     changes: list[tuple[float, float]] = []
-    for event in timeline.compute(rank):
-        taken, freed = holding.taken(event.instruction), holding.freed(event.instruction)
-        changes += [(event.start, taken)] if taken else []
-        changes += [(event.end, -freed)] if freed else []
+    for place, taken, freed in held_changes(program, rank, sizes):
+        changes += [(timeline.start[rank][place], taken)] if taken else []
+        changes += [(timeline.end[rank][place], -freed)] if freed else []
     held = 0.0
     points = [(timeline.origin_time, held * share)]
     # At one moment, what ends is freed before what begins is kept: the order of the list.

@@ -1,118 +1,170 @@
-"""Activations that each rank holds at its worst moment, read off the program's order.
+"""What each rank holds while each of its instructions runs: counts of (stage, microbatch) pairs.
 
 A forward counts from its start, a backward (or W) until its end. A checkpointed forward, one whose
 pair has an R, holds its stage's input only, from its start until its R begins; from there on the
-pair counts in full.
+pair counts in full. All that is said of memory, in activations or in bytes, is these counts times
+sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from operator import mul
-from typing import NamedTuple, TypeVar
+from operator import le, mul
+from typing import NamedTuple
 
 from strategies.costs.table import CostTable, StageMemory
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, MICROBATCH_KINDS, Amounts, Kind, Purpose
-from strategies.ir.program import Program, recomputed_pairs
+from strategies.ir.program import Program
 from strategies.ir.versions import gradient_sums, weight_versions
 
-_Number = TypeVar("_Number", int, float)
-# One unit: what a microbatch holds for each purpose, per stage; of what is left out, nothing.
-_Sizes = Mapping[Purpose, Sequence[_Number]]
-# (kind, whether its pair is recomputed) -> per stage.
-_Table = dict[tuple[Kind, bool], Sequence[_Number]]
 
+class Sizes(NamedTuple):
+    """What one pair holds, per stage, in any unit; () for nothing.
 
-def vector(kind: Kind, *, again: bool, keeps: bool = True) -> tuple[Amounts, Amounts]:
-    """What an instruction takes when it starts and frees when it ends, by purpose.
-
-    All that is said of memory is a sum over these vectors, in one unit or another.
-
-    Of a part, not of a fused pair; ``again``: its (stage, microbatch) pair has an R; ``keeps`` is
-    False in forward programs, where nothing outlasts the instruction that took it.
-    """
-    facts = KINDS[kind]
-    takes = facts.checkpointed if again and facts.checkpointed is not None else facts.takes
-    return takes, facts.frees if keeps else takes
-
-
-def _tables(
-    program: Program, plain: _Sizes[_Number], again: _Sizes[_Number]
-) -> tuple[_Table[_Number], _Table[_Number]]:
-    """All vectors of a program in one unit, looked up once: taken and freed."""
-    keeps = program.role != "forward"
-    takes: _Table[_Number] = {}
-    frees: _Table[_Number] = {}
-    nothing: Sequence[_Number] = (0,) * program.placement.num_stages
-    for kind in KINDS:
-        for is_again, sizes in ((False, plain), (True, again)):
-            both = vector(kind, again=is_again, keeps=keeps)
-            for table, amounts in zip((takes, frees), both, strict=True):
-                counted = [(count, sizes[p]) for p, count in amounts.items() if p in sizes]
-                table[kind, is_again] = _added(counted) if counted else nothing
-    return takes, frees
-
-
-def _added(counted: Sequence[tuple[int, Sequence[_Number]]]) -> Sequence[_Number]:
-    """So many times this, and so many times that, per stage."""
-    (count, size), *more = counted
-    if not more and count == 1:
-        return size
-    counts = [count, *(count for count, _ in more)]
-    sizes = [size, *(size for _, size in more)]
-    return [sum(map(mul, counts, each)) for each in zip(*sizes, strict=True)]
-
-
-class Holding:
-    """What each instruction of a program takes and gives back, in any unit.
-
-    Args:
-        program: Any; in a forward program nothing outlasts its forward.
-        full: Per stage, one microbatch's activations.
-        inputs: Per stage, what a checkpointed forward keeps of them.
-        waiting: Per stage, what its I leaves for its W; None for all.
+    Attributes:
+        kept: From a forward until its backward.
+        inputs: From a checkpointed forward until its R.
+        rebuilt: From an R until its backward.
+        waiting: Between I and W.
+        rebuilt_waiting: The same, behind an R.
+        results: The boundary tensors that a forward, or its R, has made.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        full: Sequence[float],
-        inputs: Sequence[float],
-        waiting: Sequence[float] | None = None,
-    ) -> None:
-        self._program = program
-        self._again = recomputed_pairs(program)
-        sizes = {
-            Purpose.GRAPH: full,
-            Purpose.INPUT: inputs,
-            Purpose.WAITING: full if waiting is None else waiting,
-        }
-        self._takes, self._frees = _tables(program, sizes, sizes)
+    kept: Sequence[float] = ()
+    inputs: Sequence[float] = ()
+    rebuilt: Sequence[float] = ()
+    waiting: Sequence[float] = ()
+    rebuilt_waiting: Sequence[float] = ()
+    results: Sequence[float] = ()
 
-    def taken(self, item: Instruction) -> float:
-        return self._sum(self._takes, item)
+    @classmethod
+    def whole(
+        cls, full: Sequence[float], inputs: Sequence[float] = (), waiting: Sequence[float] = ()
+    ) -> Sizes:
+        """Of pairs that hold ``full`` with a graph, and where nothing else is said until W."""
+        left = waiting or full
+        return cls(full, inputs, full, left, left)
 
-    def freed(self, item: Instruction) -> float:
-        return self._sum(self._frees, item)
+    def of(self, stages: Sequence[int]) -> list[float]:
+        """In the order of ``moments`` of a rank that holds these stages."""
+        return [size[stage] if size else 0 for size in self for stage in stages]
 
-    def peak(self, rank: int) -> float:
-        return max(self._over_time(rank))
 
-    def _over_time(self, rank: int) -> Iterator[float]:
-        held = 0.0
-        yield held
-        for item in self._program.ranks[rank]:
-            held += self.taken(item)
-            yield held
-            held -= self.freed(item)
+_Changes = tuple[tuple[int, int], ...]  # (which count, by how much)
+_FIELDS = {
+    Purpose.GRAPH: ("kept", "rebuilt"),
+    Purpose.INPUT: ("inputs", "inputs"),
+    Purpose.WAITING: ("waiting", "rebuilt_waiting"),
+    Purpose.RESULT: ("results", "results"),
+}
 
-    def _sum(self, table: _Table[float], item: Instruction) -> float:
+
+def _changes(amounts: Amounts, recomputed: bool) -> _Changes:
+    """By fields of ``Sizes``."""
+    fields = ((_FIELDS[purpose][recomputed], number) for purpose, number in amounts.items())
+    return tuple((Sizes._fields.index(name), number) for name, number in fields)
+
+
+# (kind, whether its pair has an R) -> what it takes when it starts, what it frees when it ends.
+_CHANGES = {
+    (kind, again): tuple(_changes(amounts, again) for amounts in (takes, facts.frees))
+    for kind, facts in KINDS.items()
+    for again in (False, True)
+    for takes in [facts.takes if not again or facts.checkpointed is None else facts.checkpointed]
+}
+
+
+def changes(program: Program, rank: int) -> Iterator[tuple[int, _Changes, _Changes]]:
+    """(place in the list, what it adds to the counts when it starts, and removes when it ends)."""
+    row, stages = program.ranks[rank], program.placement.stages_of(rank)
+    recomputed = {(item.stage, item.microbatch) for item in row if item.kind is Kind.R}
+    keeps = program.role != "forward"  # Else nothing outlasts the instruction that took it.
+    known: dict[tuple[Kind, int, bool], tuple[_Changes, _Changes]] = {}
+
+    def of(part: Instruction) -> tuple[_Changes, _Changes]:
+        again = bool(recomputed) and (part.stage, part.microbatch) in recomputed
+        found = known.get((part.kind, part.stage, again))
+        if found is None:
+            column = stages.index(part.stage)
+            takes, frees = (
+                tuple((len(stages) * field + column, number) for field, number in each)
+                for each in _CHANGES[part.kind, again]
+            )
+            found = known[part.kind, part.stage, again] = takes, frees if keeps else takes
+        return found
+
+    for place, item in enumerate(row):
+        if item.kind not in MICROBATCH_KINDS:
+            continue
         if item.halves:
-            return sum(self._sum(table, half) for half in item.halves)
-        return table[item.kind, (item.stage, item.microbatch) in self._again][item.stage]
+            first, second = map(of, item.halves)
+            yield place, first[0] + second[0], first[1] + second[1]
+        else:
+            yield place, *of(item)
+
+
+def moments(program: Program, rank: int) -> Iterator[tuple[int, list[int]]]:
+    """(place, counts while that runs); the same list each time, changed in between.
+
+    Counts are per field of ``Sizes`` and stage of the rank.
+    """
+    counts = [0] * len(Sizes._fields) * len(program.placement.stages_of(rank))
+    for place, takes, frees in changes(program, rank):
+        for index, number in takes:
+            counts[index] += number
+        yield place, counts
+        for index, number in frees:
+            counts[index] -= number
+
+
+def worst_counts(program: Program, rank: int) -> list[tuple[int, ...]]:
+    """The counts of ``moments`` of which none is below another in all."""
+    counts = [0] * len(Sizes._fields) * len(program.placement.stages_of(rank))
+    found: dict[tuple[int, ...], None] = {}
+    rising = False
+    for _, takes, frees in changes(program, rank):
+        for index, number in takes:
+            counts[index] += number
+            rising = True
+        if rising and frees:
+            found[tuple(counts)] = None
+            rising = False
+        for index, number in frees:
+            counts[index] -= number
+            rising = rising or number < 0
+    return _not_below_another(found)
+
+
+def _not_below_another(moments: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The moments that no other one exceeds or equals in every count; they are all different."""
+    kept: list[tuple[int, ...]] = []
+    larger = 0
+    most = -1
+    for moment in sorted(moments, key=sum, reverse=True):
+        # Of as many in all, none is below another; in a steady state that is nearly all of them.
+        if sum(moment) != most:
+            most, larger = sum(moment), len(kept)
+        if not any(all(map(le, moment, other)) for other in kept[:larger]):
+            kept.append(moment)
+    return kept
+
+
+def held_changes(program: Program, rank: int, sizes: Sizes) -> Iterator[tuple[int, float, float]]:
+    """(place, taken when it starts, freed when it ends), in the unit of the sizes."""
+    each = sizes.of(program.placement.stages_of(rank))
+    for place, takes, frees in changes(program, rank):
+        taken, freed = (sum(n * each[index] for index, n in some) for some in (takes, frees))
+        yield place, taken, freed
+
+
+def peak_held(program: Program, rank: int, sizes: Sizes) -> float:
+    """The most that a rank holds."""
+    each = sizes.of(program.placement.stages_of(rank))
+    found = (sum(map(mul, counts, each)) for _, counts in moments(program, rank))
+    return max(found, default=0.0)
 
 
 def peak_activations(program: Program, table: CostTable | None = None) -> tuple[float, ...]:
@@ -122,25 +174,21 @@ def peak_activations(program: Program, table: CostTable | None = None) -> tuple[
     table says what share of a full activation a stage's input is; without one, full activations
     alone count.
     """
-    count = program.placement.num_stages
     share = 1.0 / program.placement.stages_per_microbatch
-    inputs = (0.0,) * count if table is None or not table.stage_input else table.stage_input
-    holding = Holding(program, (1.0,) * count, inputs)
-    return tuple(share * holding.peak(rank) for rank in range(len(program.ranks)))
+    inputs = () if table is None else table.stage_input
+    sizes = Sizes.whole((1.0,) * program.placement.num_stages, inputs)
+    return tuple(share * peak_held(program, rank, sizes) for rank in range(len(program.ranks)))
 
 
 def peak_bytes(program: Program, table: CostTable) -> tuple[int | None, ...]:
     """Peak per rank: state of its stages and activations; None where the table has no bytes."""
-    if table.activation_bytes is None or table.state_bytes is None:
+    full, state = table.activation_bytes, table.state_bytes
+    if full is None or state is None:
         return (None,) * len(program.ranks)
-    full = [float(value) for value in table.activation_bytes]
-    shares = table.stage_input or (0.0,) * len(full)
-    holding = Holding(program, full, [s * f for s, f in zip(shares, full, strict=True)])
+    sizes = Sizes.whole(full, list(map(mul, table.stage_input, full)))
     return tuple(
-        int(
-            sum(table.state_bytes[stage] for stage in program.placement.stages_of(rank))
-            + holding.peak(rank)
-        )
+        int(sum(state[stage] for stage in program.placement.stages_of(rank)))
+        + int(peak_held(program, rank, sizes))
         for rank in range(len(program.ranks))
     )
 
@@ -191,29 +239,14 @@ class RankMemory:
         return self.stage_inputs + self.activations + self.recompute
 
 
-class _Moment(NamedTuple):
-    """Bytes beside the state while one instruction runs."""
-
-    place: int
-    stage_inputs: int
-    activations: int
-    recompute: int
-    communication: int
-    temporaries: int
-
-
-def _beside_state(moment: _Moment) -> int:
-    _, inputs, activations, rebuilt, messages, needs = moment
-    return inputs + activations + rebuilt + messages + needs
-
-
 def memory_over_time(
     program: Program, memory: StageMemory, rank: int
 ) -> tuple[tuple[int, RankMemory], ...]:
     """(place in the list, held meanwhile) of each F, B, I, W, R or fused pair of a rank."""
-    state = _states(program, memory)(rank)
-    moments = _Walk(program, memory).moments(rank)
-    return tuple((moment.place, _with(state, moment)) for moment in moments)
+    state, row = _states(program, memory)(rank), _RankBytes(program, memory, rank)
+    return tuple(
+        (place, row.memory(state, place, counts)) for place, counts in moments(program, rank)
+    )
 
 
 def peak_memory(
@@ -223,16 +256,17 @@ def peak_memory(
     memory = table.memory
     if memory is None:
         return None
-    walk = _Walk(program, memory)
     state = _states(program, memory)
     peaks = []
     for rank in range(len(program.ranks)) if ranks is None else ranks:
-        moments = walk.moments(rank)
-        worst = max(moments, key=_beside_state, default=_Moment(0, 0, 0, 0, 0, 0))
+        row, fixed = _RankBytes(program, memory, rank), state(rank)
+        most, worst = -1.0, fixed
+        for place, counts in moments(program, rank):
+            held = row.total(place, counts)
+            if held > most:
+                most, worst = held, row.memory(fixed, place, counts)
         update = step_bytes(memory, program.placement.stages_of(rank))
-        if update > sum(worst[1:]):
-            worst = _Moment(0, 0, 0, 0, 0, update)
-        peaks.append(_with(state(rank), worst))
+        peaks.append(replace(fixed, temporaries=update) if update > most else worst)
     return tuple(peaks)
 
 
@@ -249,11 +283,9 @@ def peak_memory_bytes(program: Program, table: CostTable) -> tuple[int | None, .
 
 def peak_saved(program: Program, memory: StageMemory) -> tuple[int, ...]:
     """The most that each rank holds for backwards to come."""
-    walk = _Walk(program, memory)
-    return tuple(
-        max((sum(moment[1:4]) for moment in walk.moments(rank)), default=0)
-        for rank in range(len(program.ranks))
-    )
+    ranks = range(len(program.ranks))
+    curves = (memory_over_time(program, memory, rank) for rank in ranks)
+    return tuple(max((held.saved for _, held in curve), default=0) for curve in curves)
 
 
 def _states(program: Program, memory: StageMemory) -> Callable[[int], RankMemory]:
@@ -275,117 +307,77 @@ def _states(program: Program, memory: StageMemory) -> Callable[[int], RankMemory
     return of_rank
 
 
-def _with(state: RankMemory, moment: _Moment) -> RankMemory:
-    return replace(
-        state,
-        stage_inputs=moment.stage_inputs,
-        activations=moment.activations,
-        recompute=moment.recompute,
-        communication=moment.communication,
-        temporaries=moment.temporaries,
-    )
+def pair_bytes(memory: StageMemory) -> Sizes:
+    """All that a pair holds."""
+    full, waiting = memory.activations, memory.waiting
+    return Sizes(full, memory.inputs, full, waiting, waiting, memory.outputs)
+
+
+class _RankBytes:
+    """One rank's counts in bytes, with the messages and temporaries of each place."""
+
+    def __init__(self, program: Program, memory: StageMemory, rank: int) -> None:
+        self._row, self._memory = program.ranks[rank], memory
+        stages, inputs = program.placement.stages_of(rank), memory.inputs
+        rebuilt = tuple(map(int.__sub__, memory.activations, inputs))
+        self._pairs = pair_bytes(memory).of(stages)
+        # The same by the fields of a ``RankMemory``.
+        self._parts = {
+            "stage_inputs": Sizes(inputs=inputs, rebuilt=inputs).of(stages),
+            "activations": Sizes(kept=memory.activations, waiting=memory.waiting).of(stages),
+            "recompute": Sizes(rebuilt=rebuilt, rebuilt_waiting=memory.waiting).of(stages),
+            "communication": Sizes(results=memory.outputs).of(stages),
+        }
+        self._messages = _messages(self._row, memory)
+
+    def total(self, place: int, counts: Sequence[int]) -> float:
+        """Beside the state of the stages."""
+        pairs = sum(map(mul, counts, self._pairs))
+        return pairs + self._messages[place] + self._temporaries(place)
+
+    def memory(self, state: RankMemory, place: int, counts: Sequence[int]) -> RankMemory:
+        parts = {name: int(sum(map(mul, counts, each))) for name, each in self._parts.items()}
+        parts["communication"] += self._messages[place]
+        return replace(state, temporaries=self._temporaries(place), **parts)
+
+    def _temporaries(self, place: int) -> int:
+        item = self._row[place]
+        return max(
+            getattr(self._memory, name)[part.stage] if (name := _TEMPORARIES[part.kind]) else 0
+            for part in item.halves or (item,)
+        )
 
 
 _RECEIVES = {kind: facts.receives for kind, facts in KINDS.items()}
+_TEMPORARIES = {kind: facts.temporaries for kind, facts in KINDS.items()}
 
 
-class _Walk:
-    """The lists of a program, each once."""
+def _messages(row: Sequence[Instruction], memory: StageMemory) -> list[int]:
+    """At every place of a list the bytes that messages take.
 
-    def __init__(self, program: Program, memory: StageMemory) -> None:
-        self._program = program
-        self._memory = memory
-        self._again = recomputed_pairs(program)
-        self._takes, self._frees = _split(program, memory)
-        nothing = (0,) * program.placement.num_stages
-        self._temporaries: dict[Kind, tuple[int, ...]] = {
-            kind: getattr(memory, facts.temporaries) if facts.temporaries else nothing
-            for kind, facts in KINDS.items()
-        }
-
-    def moments(self, rank: int) -> Iterator[_Moment]:
-        row, again, takes, frees = self._program.ranks[rank], self._again, self._takes, self._frees
-        # Results: of forwards with a graph, messages handed over on this rank included.
-        inputs = activations = rebuilt = results = 0
-        links: dict[tuple[int, int], int] = {}  # (boundary, direction) -> latest message
-        received, temporaries, sent = self._received(row), self._temporaries, 0
-        for place, item in enumerate(row):
-            kind = item.kind
-            if kind is Kind.RECV:
-                continue
-            if kind is Kind.SEND:
-                assert item.peer is not None
-                link, size = (item.stage, item.peer), _size(item, self._memory)
-                sent += size - links.get(link, 0)
-                links[link] = size
-                continue
-            if kind not in MICROBATCH_KINDS:
-                continue
-            parts = item.halves or (item,)
-            needs = 0
-            for part in parts:
-                kind, stage = part.kind, part.stage
-                more = takes[kind, bool(again) and (stage, part.microbatch) in again][stage]
-                inputs, activations = inputs + more[0], activations + more[1]
-                rebuilt, results = rebuilt + more[2], results + more[3]
-                if temporaries[kind][stage] > needs:
-                    needs = temporaries[kind][stage]
-            messages = results + sent + received[place]
-            yield _Moment(place, inputs, activations, rebuilt, messages, needs)
-            for part in parts:
-                kind, stage = part.kind, part.stage
-                less = frees[kind, bool(again) and (stage, part.microbatch) in again][stage]
-                inputs, activations = inputs - less[0], activations - less[1]
-                rebuilt, results = rebuilt - less[2], results - less[3]
-
-    def _received(self, row: Sequence[Instruction]) -> list[int]:
-        """At every place the bytes for which a receive is posted and which nothing uses yet."""
-        uses, places = {}, []
-        for place, item in enumerate(row):
-            kind = item.kind
-            if kind is Kind.RECV:
-                places.append(place)
-            elif kind is not Kind.SEND:
-                for part in item.halves or (item,):
-                    uses[_RECEIVES[part.kind], part.stage, part.microbatch] = place
-        changes = [0] * (len(row) + 1)
-        for index, place in enumerate(places):
-            item = row[place]
-            assert item.payload is not None
-            ahead = index - RECEIVED_AHEAD
-            changes[places[ahead] if ahead >= 0 else 0] += _size(item, self._memory)
-            used = uses.get((item.payload, item.stage, item.microbatch), len(row))
-            changes[used] -= _size(item, self._memory)
-        return list(accumulate(changes))
-
-
-_Bytes = tuple[int, ...]  # stage inputs, activations, recompute, results
-_Split = dict[tuple[Kind, bool], list[_Bytes]]
-
-
-def _split(program: Program, memory: StageMemory) -> tuple[_Split, _Split]:
-    """All vectors of a program in bytes, by what reports say that they are for."""
-    rebuilt = tuple(map(int.__sub__, memory.activations, memory.inputs))
-    results: _Sizes[int] = {Purpose.RESULT: memory.outputs}
-    # Per figure of ``_Bytes``: of pairs that keep their graph, and of those that rebuild it.
-    units: tuple[tuple[_Sizes[int], _Sizes[int]], ...] = (
-        ({}, {Purpose.INPUT: memory.inputs, Purpose.GRAPH: memory.inputs}),
-        ({Purpose.GRAPH: memory.activations, Purpose.WAITING: memory.waiting}, {}),
-        ({}, {Purpose.GRAPH: rebuilt, Purpose.WAITING: memory.waiting}),
-        (results, results),
-    )
-    columns = [_tables(program, *unit) for unit in units]
-    nothing: list[_Bytes] = [(0, 0, 0, 0)] * program.placement.num_stages
-    takes, frees = (
-        {key: _together([table[key] for table in tables], nothing) for key in tables[0]}
-        for tables in zip(*columns, strict=True)
-    )
-    return takes, frees
-
-
-def _together(figures: Sequence[Sequence[int]], nothing: list[_Bytes]) -> list[_Bytes]:
-    """All figures of each stage side by side."""
-    return list(zip(*figures, strict=True)) if any(map(any, figures)) else nothing
+    The latest on each link, and those for which a receive is posted and which nothing uses yet.
+    """
+    uses, receives = {}, []
+    more = [0] * (len(row) + 1)
+    links: dict[tuple[int, int | None], int] = {}
+    for place, item in enumerate(row):
+        if item.kind is Kind.RECV:
+            receives.append(place)
+        elif item.kind is Kind.SEND:
+            size = _size(item, memory)
+            more[place] += size - links.get((item.stage, item.peer), 0)
+            links[item.stage, item.peer] = size
+        else:
+            for part in item.halves or (item,):
+                uses[_RECEIVES[part.kind], part.stage, part.microbatch] = place
+    for index, place in enumerate(receives):
+        item = row[place]
+        assert item.payload is not None
+        ahead = index - RECEIVED_AHEAD
+        more[receives[ahead] if ahead >= 0 else 0] += _size(item, memory)
+        used = uses.get((item.payload, item.stage, item.microbatch), len(row))
+        more[used] -= _size(item, memory)
+    return list(accumulate(more))
 
 
 def _size(message: Instruction, memory: StageMemory) -> int:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add, mul
 from typing import Literal
 
 from strategies.analysis.late_verdict import agreed
-from strategies.analysis.memory import RankMemory, peak_bytes, peak_memory, peak_memory_bytes
+from strategies.analysis.memory import (
+    RECEIVED_AHEAD,
+    RankMemory,
+    Sizes,
+    pair_bytes,
+    peak_bytes,
+    peak_memory,
+    peak_memory_bytes,
+    step_bytes,
+    worst_counts,
+)
 from strategies.compiler import compile_plan
-from strategies.costs.table import Costs
+from strategies.costs.table import Costs, CostTable, StageMemory
+from strategies.ir.kinds import BACKWARD_KINDS, Kind
 from strategies.ir.program import Program, recomputed_pairs
 from strategies.lowering.send_recv import add_messages
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.planner.cut import skips
 from strategies.planner.group import Group
-from strategies.planner.holdings import (
-    Holdings,
-    build_holdings,
-    bytes_between,
-    rank_bytes,
-    recompute_pairs,
-    shortened,
-)
 from strategies.planner.problem import Candidate, Layout, Order, Problem, memo
 from strategies.planner.quick_walk import StepTime, Structure, flatten, lists_of, step_time
 from strategies.planner.step_bound import Rules, step_bound
@@ -105,7 +109,7 @@ def evaluate(problem: Problem, group: Group, order: Order, *, buffers: bool = Fa
     if buffers:
         held = tuple(rank.total for rank in full_memory(problem, group, order))
     else:
-        held = rank_bytes(_holdings(problem, _few(group, order)), group.table)
+        held = rank_bytes(_worst(problem, _few(group, order)), group.table)
     return Outcome(group, order, time, held, group.recompute.rewrites)
 
 
@@ -217,7 +221,7 @@ def _bytes_between(problem: Problem, group: Group, order: Order) -> list[tuple[i
     memory = group.table.memory
     if memory is None or needs_program(group, order):
         return [(0, 0)]
-    return bytes_between(_holdings(problem, _few(group, order)), memory)
+    return bytes_between(_worst(problem, _few(group, order)), memory)
 
 
 def _few(group: Group, order: Order) -> Plan:
@@ -226,8 +230,8 @@ def _few(group: Group, order: Order) -> Plan:
 
 
 @memo
-def _holdings(problem: Problem, plan: Plan) -> Holdings:
-    return build_holdings(_lists(plan))
+def _worst(problem: Problem, plan: Plan) -> Worst:
+    return worst_moments(_lists(plan))
 
 
 @memo
@@ -328,3 +332,101 @@ def needs_program(group: Group, order: Order) -> bool:
     past = bool(skips(group.costs.handed))  # tensors that pass by stages
     grows = group.recompute.policy == "layer"
     return pairs or waits or past or grows or group.recompute.policy == "optimal"
+
+
+# ------------------------------------------------------------------------------------ worst moments
+# A search asks about the memory of one order with dozens of cuts. So each list is walked once, and
+# where lists repeat themselves every few microbatches, so does what a rank holds: of a thousand
+# microbatches a few rounds tell it.
+
+_WAITING = 8  # Messages that have arrived early on the worst rank: more than was ever seen.
+_ROUNDS = 3
+"""Rounds of microbatches after which nobody holds more than before."""
+
+Worst = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
+"""Of each rank its stages, and its counts at moments of which none is below another in all."""
+
+
+def shortened(plan: Plan) -> Plan:
+    """The plan for as few microbatches as tell what its ranks hold."""
+    schedule = find_schedule(plan.schedule)
+    if not schedule.repeats or plan.split_backward or plan.recompute.policy == "mario":
+        return plan
+    shape = schedule.resolve(
+        pp=plan.pp,
+        num_microbatches=plan.num_microbatches,
+        stages_per_rank=plan.stages_per_rank,
+        group=plan.group,
+    )
+    # An even number of ranks' rounds, so that both weight copies get their share.
+    turn = shape.group or plan.pp
+    left = plan.num_microbatches % turn
+    short = left + turn * max(_ROUNDS, -(-_ROUNDS * plan.pp // turn))
+    if short >= plan.num_microbatches:
+        return plan
+    return replace(plan, num_microbatches=short, group=shape.group)
+
+
+def worst_moments(program: Program) -> Worst:
+    ranks = range(len(program.ranks))
+    return [(program.placement.stages_of(rank), worst_counts(program, rank)) for rank in ranks]
+
+
+def _most(worst: Iterable[Sequence[int]], sizes: Sequence[float]) -> float:
+    return max((sum(map(mul, counts, sizes)) for counts in worst), default=0)
+
+
+def rank_bytes(worst: Worst, table: CostTable) -> tuple[int, ...]:
+    """Peak per rank: weights, gradients, optimizer state and activations."""
+    full, state = table.activation_bytes, table.state_bytes
+    assert full is not None
+    assert state is not None
+    sizes = Sizes.whole(full, list(map(mul, table.stage_input, full)))
+    return tuple(
+        int(sum(state[stage] for stage in stages) + _most(found, sizes.of(stages)))
+        for stages, found in worst
+    )
+
+
+def bytes_between(worst: Worst, memory: StageMemory) -> list[tuple[int, int]]:
+    """What each rank holds at the least and at the most, messages and temporaries included.
+
+    Which messages are there when a rank holds most, only its timed lists say: at the most those
+    that it has posted receives for, one sent over each link, and some that wait.
+    """
+    found, sizes = [], pair_bytes(memory)
+    fixed = list(map(add, map(add, memory.parameters, memory.gradients), memory.optimizer))
+    needs = list(map(max, memory.forward_temporaries, memory.backward_temporaries))
+    lower = list(map(min, memory.forward_temporaries, memory.backward_temporaries))
+    ends = list(map(add, memory.outputs, (0, *memory.outputs)))
+    for stages, counts in worst:
+        state = sum(fixed[stage] for stage in stages)
+        own = state + int(_most(counts, sizes.of(stages)))
+        crossing = [ends[stage] for stage in stages]
+        update = state + step_bytes(memory, stages)
+        most = own + max(needs[stage] for stage in stages)
+        most += sum(crossing) + (RECEIVED_AHEAD + _WAITING) * max(crossing)
+        least = own + min(lower[stage] for stage in stages)
+        found.append((max(least, update), max(update, most)))
+    return found
+
+
+def recompute_pairs(program: Program) -> tuple[dict[int, int], ...]:
+    """Per rank and stage, the backwards that have something else than forwards before their own.
+
+    Of compute lists without recomputation; before means behind the forward of the pair.
+    """
+    found = []
+    for row in program.ranks:
+        pairs: dict[int, int] = {}
+        begun: dict[tuple[int, int | None], int] = {}
+        others = 0
+        for item in row:
+            if item.kind is Kind.F:
+                begun[item.stage, item.microbatch] = others
+                continue
+            if item.kind in BACKWARD_KINDS and begun[item.stage, item.microbatch] < others:
+                pairs[item.stage] = pairs.get(item.stage, 0) + 1
+            others += 1
+        found.append(pairs)
+    return tuple(found)

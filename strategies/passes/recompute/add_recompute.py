@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import floor
 
-from strategies.analysis.memory import Holding, peak_bytes
+from strategies.analysis.memory import Sizes, peak_bytes, peak_held
 from strategies.costs.table import Costs, CostTable
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
@@ -218,9 +218,8 @@ def _rounded_up(num_bytes: int) -> float:
 def _peaks(program: Program, table: CostTable) -> list[float]:
     """Bytes of activations that each rank holds at its worst moment."""
     assert table.activation_bytes is not None
-    full = [float(value) for value in table.activation_bytes]
-    holding = Holding(program, full, [0.0] * len(full))
-    return [holding.peak(rank) for rank in range(len(program.ranks))]
+    sizes = Sizes.whole(table.activation_bytes)
+    return [peak_held(program, rank, sizes) for rank in range(len(program.ranks))]
 
 
 def _pairs(program: Program) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from strategies.analysis.memory import Holding
+from strategies.analysis.memory import Sizes, held_changes, peak_held
 from strategies.ir.graph import DURATION_ROWS, Graph
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import KINDS, Kind
@@ -34,16 +34,20 @@ def fill_gaps(program: Program, durations: Durations) -> Program:
     assert not program.lowered
     best, least = program, makespan(program, durations)
     tolerance = 1e-9 * least
-    ones = (1,) * program.placement.num_stages
-    pairs = Holding(program, ones, ones)  # However much of it: each counts as one.
-    peaks = [pairs.peak(rank) for rank in range(len(program.ranks))]
+    peaks = [peak_held(program, rank, _pairs(program)) for rank in range(len(program.ranks))]
     for limits in (peaks, [max(peaks)] * len(peaks)):
         for overhang in _OVERHANGS:
-            filler = _Filler(program, pairs, durations, limits, overhang)
+            filler = _Filler(program, durations, limits, overhang)
             rows, ended = filler.run()
             if ended < least - tolerance:
                 best, least = program.with_ranks(rows), ended
     return best
+
+
+def _pairs(program: Program) -> Sizes:
+    """However much of a pair is held: each counts as one."""
+    ones = (1,) * program.placement.num_stages
+    return Sizes.whole(ones, ones)
 
 
 class _Filler:
@@ -52,7 +56,6 @@ class _Filler:
     def __init__(
         self,
         program: Program,
-        pairs: Holding,
         durations: Durations,
         limits: Sequence[float],
         overhang: float,
@@ -79,8 +82,10 @@ class _Filler:
         }
         self._pending: list[deque[int]] = [deque() for _ in spans]
         self._held = [0.0] * len(spans)
-        self._takes = list(map(pairs.taken, graph.nodes))
-        self._frees = list(map(pairs.freed, graph.nodes))
+        sizes = _pairs(program)
+        held = [each for r in range(len(spans)) for each in held_changes(program, r, sizes)]
+        self._takes = [taken for _, taken, _ in held]
+        self._frees = [freed for _, _, freed in held]
         self._free = [0.0] * len(spans)
         self._end: dict[int, float] = {}
         self._rows: list[list[Instruction]] = [[] for _ in spans]

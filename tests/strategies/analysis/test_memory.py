@@ -9,10 +9,11 @@ from hypothesis import given, settings
 
 from strategies import UniformCosts, compile_program
 from strategies.analysis.memory import (
-    Holding,
+    Sizes,
     memory_over_time,
     peak_activations,
     peak_bytes,
+    peak_held,
     peak_memory,
     peak_memory_bytes,
     peak_saved,
@@ -46,8 +47,8 @@ def test_a_split_backward_holds_until_the_weight_gradient():
 def test_between_i_and_w_less_may_be_held():
     program = written("0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2", num_microbatches=3)
     # Two whole ones and what waits for one W; all of it where nothing else is said.
-    assert Holding(program, [10.0], [0.0], [4.0]).peak(0) == 24
-    assert Holding(program, [10.0], [0.0]).peak(0) == 30
+    assert peak_held(program, 0, Sizes.whole([10.0], waiting=[4.0])) == 24
+    assert peak_held(program, 0, Sizes.whole([10.0])) == 30
 
 
 def test_a_virtual_stage_holds_its_share():

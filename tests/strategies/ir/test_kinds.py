@@ -5,10 +5,11 @@ from dataclasses import fields
 
 import pytest
 
-from strategies.analysis.memory import vector
+from strategies.analysis.memory import Sizes, changes
 from strategies.costs.table import CostTable, StageMemory
-from strategies.ir.kinds import COMPUTE_KINDS, EXCHANGE_KINDS, KINDS, MESSAGE_KINDS, Kind, Purpose
+from strategies.ir.kinds import COMPUTE_KINDS, EXCHANGE_KINDS, KINDS, MESSAGE_KINDS, Kind
 from strategies.schedules.schedule import Durations
+from tests.strategies.programs import written
 
 
 def test_every_kind_has_a_row():
@@ -32,16 +33,18 @@ def test_letters_of_a_legend_differ():
 @pytest.mark.parametrize("backward", [(Kind.B,), (Kind.I, Kind.W)])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_pair_gives_back_what_it_has_taken(backward, again):
-    held = Counter(dict.fromkeys(Purpose, 0))
-    for kind in (Kind.F, *((Kind.R,) if again else ()), *backward):
-        takes, frees = vector(kind, again=again)
-        held.update(takes)
+    kinds = (Kind.F, *((Kind.R,) if again else ()), *backward)
+    program = written(" ".join(f"0{kind.value}0" for kind in kinds), num_microbatches=1)
+    held = Counter(dict.fromkeys(range(len(Sizes._fields)), 0))
+    for _, takes, frees in changes(program, 0):
+        held.update(dict(takes))
         assert min(held.values()) == 0
-        held.subtract(frees)
+        held.subtract(dict(frees))
         assert min(held.values()) == 0
     assert not any(held.values())
 
 
 def test_of_forwards_alone_nothing_is_kept():
-    takes, frees = vector(Kind.F, again=False, keeps=False)
+    ((_, takes, frees),) = changes(written("0F0", num_microbatches=1, role="forward"), 0)
+    assert takes
     assert takes == frees

@@ -14,7 +14,7 @@ from strategies.costs.load import Load
 from strategies.errors import PlanError
 from strategies.lowering.send_recv import add_messages
 from strategies.plan import Overlap, Plan, Recompute, num_buckets
-from strategies.planner.holdings import build_holdings, bytes_between, rank_bytes, shortened
+from strategies.planner.outcome import bytes_between, rank_bytes, shortened, worst_moments
 from strategies.planner.quick_walk import flatten, lists_of, step_time
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
@@ -72,7 +72,7 @@ def test_times_and_bytes_are_those_of_the_compiled_program(
     assert times.makespan == pytest.approx(timeline.makespan, rel=1e-12)
     assert times.period == pytest.approx(timeline.period, rel=1e-12)
     held = peak_bytes(programs.train, costs.table(programs.train))
-    assert rank_bytes(build_holdings(lists), table) == pytest.approx(held, abs=1)
+    assert rank_bytes(worst_moments(lists), table) == pytest.approx(held, abs=1)
 
 
 LONG = (
@@ -103,13 +103,13 @@ def test_a_few_rounds_tell_what_ranks_hold(name, pp, microbatches, stages_per_ra
     table = costs.table(program)
     held = peak_bytes(program, table)
     few = lists_of(shortened(plan))
-    assert rank_bytes(build_holdings(few), table) == pytest.approx(held, abs=1)
+    assert rank_bytes(worst_moments(few), table) == pytest.approx(held, abs=1)
     exact = [found.total for found in peak_memory(program, table)]
     message = max(load.output_elements for load in loads) * 4
     short = peak_memory(add_messages(few, table), table)
     assert [found.total for found in short] == pytest.approx(exact, abs=message)
     assert table.memory is not None
-    bounds = bytes_between(build_holdings(few), table.memory)
+    bounds = bytes_between(worst_moments(few), table.memory)
     least, most = (max(each) for each in zip(*bounds, strict=True))
     assert least <= max(exact) <= most
     times = step_time(flatten(lists_of(plan)), table, overlap=False)
