@@ -332,7 +332,7 @@ class _RankBytes:
 
     def total(self, place: int, counts: Sequence[int]) -> float:
         """Beside the state of the stages."""
-        pairs = sum(map(mul, counts, self._pairs))
+        pairs: float = sum(map(mul, counts, self._pairs))
         return pairs + self._messages[place] + self._temporaries(place)
 
     def memory(self, state: RankMemory, place: int, counts: Sequence[int]) -> RankMemory:

@@ -282,8 +282,8 @@ def flatten(program: Program) -> Walk:
         # In the order in which lowering lets the messages of one producer leave.
         for _, source, target, _, producer, consumer in sorted(transfers(program), key=_TARGET):
             link = graph.rank[producer] * num_ranks + graph.rank[consumer]
-            ends = boundary[(source, target) if source < target else (target, source)]
-            outgoing.setdefault(producer, []).append(Message(num_nodes, num_nodes, link, ends))
+            line = boundary[min(source, target), max(source, target)]
+            outgoing.setdefault(producer, []).append(Message(num_nodes, num_nodes, link, line))
             arriving.setdefault(consumer, []).append(num_nodes)
             num_nodes += 1
     steps: list[Compute | Channel] = []
