@@ -168,11 +168,12 @@ def find_schedule(name: str, *, file: ScheduleFile | None = None, pp: int = 1) -
                 _load(entry)
     if name not in SCHEDULES:
         known = [*SCHEDULES, CUSTOM]
-        near = get_close_matches(name.strip().lower(), known, n=3)
-        meant = meant_schedule(name, known) or f" Did you mean schedule={' or '.join(near)}?"
-        if not near and not meant_schedule(name, known):
-            meant = f" Try schedule=1f1b, or another of {', '.join(sorted(known))}."
-        raise PlanError(f"schedule={name} is unknown.{meant}")
+        hint = meant_schedule(name, known)
+        if not hint and (near := get_close_matches(name.strip().lower(), known, n=3)):
+            hint = f" Did you mean schedule={' or '.join(near)}?"
+        listed = ", ".join(sorted(known))
+        hint = hint or f" Try schedule=1f1b, or another of {listed}."
+        raise PlanError(f"schedule={name} is unknown.{hint}")
     return SCHEDULES[name]
 
 

@@ -43,7 +43,7 @@ def run_outside(words, folder: Path, **environment: str) -> subprocess.Completed
 REFUSED = [
     (["schedle=1f1b"], "schedle is not a key. Did you mean schedule=1f1b?"),
     (["schedule=1f1bb"], "Did you mean schedule=1f1b?"),
-    (["schedule=vpp"], "It is interleaved_1f1b here (several stages per rank"),
+    (["schedule=vpp"], "Here it is called interleaved_1f1b. Try schedule=interleaved_1f1b."),
     (["-m", "schedule=gpipe,X"], "Try schedule=chimera."),
     (["model.hiden=64"], "model.hiden is not a key. Did you mean model.hidden=64?\n"),
     (["modle.hidden=3"], "Did you mean model.hidden=3?"),

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 
 import yaml  # type: ignore[import-untyped]
 
@@ -156,10 +157,10 @@ def _weights(schedule: Schedule, copies: int) -> str:
 
 def synonym_table() -> str:
     """What schedules are called elsewhere, and what is typed here."""
-    lines = ["| called | typed here | |", "|---|---|---|"]
-    for one in SYNONYMS:
-        names = ", ".join(f"`{name}`" for name in one.names.split())
-        lines.append(f"| {names} | `{one.typed()}` | {one.origin} |")
+    lines = ["| called | typed here |", "|---|---|"]
+    for typed, names in groupby(SYNONYMS, key=SYNONYMS.__getitem__):
+        listed = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| {listed} | `schedule={typed}` |")
     return "\n".join(lines)
 
 
