@@ -168,7 +168,7 @@ class Transfer(NamedTuple):
 _TARGET = attrgetter("target")
 
 
-def transfers(program: Program) -> list[Transfer]:
+def find_transfers(program: Program) -> list[Transfer]:
     """All of a program that has no messages yet."""
     graph = program.graph
     rank, needs = graph.rank, graph.needs
@@ -280,7 +280,7 @@ def flatten(program: Program) -> Walk:
     arriving: dict[int, list[int]] = {}
     if not program.lowered:
         # In the order in which lowering lets the messages of one producer leave.
-        for _, source, target, _, producer, consumer in sorted(transfers(program), key=_TARGET):
+        for _, source, target, _, producer, consumer in sorted(program.transfers, key=_TARGET):
             link = graph.rank[producer] * num_ranks + graph.rank[consumer]
             line = boundary[min(source, target), max(source, target)]
             outgoing.setdefault(producer, []).append(Message(num_nodes, num_nodes, link, line))

@@ -11,7 +11,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, MESSAGE_KINDS, Kind
 
 if TYPE_CHECKING:
-    from strategies.ir.graph import Graph, Walk
+    from strategies.ir.graph import Graph, Transfer, Walk
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,6 +199,13 @@ class Program:
         from strategies.ir.graph import ordered
 
         return ordered(self)
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        """What crosses between ranks, before it is lowered."""
+        from strategies.ir.graph import find_transfers
+
+        return find_transfers(self)
 
     @cached_property
     def walk(self) -> Walk:

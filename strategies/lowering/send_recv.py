@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from operator import itemgetter
 
 from strategies.costs.table import CostTable
-from strategies.ir.graph import DURATION_ROWS, Transfer, transfers
+from strategies.ir.graph import DURATION_ROWS, Transfer
 from strategies.ir.instruction import Instruction, receiving, sending
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Placement, Program
@@ -33,6 +34,9 @@ def add_messages(program: Program, table: CostTable | None = None) -> Program:
     return place_messages(program, end, lambda message: end[message.producer])
 
 
+_KEY = itemgetter(0)
+
+
 def place_messages(
     program: Program, end: list[float], when: Callable[[Transfer], float]
 ) -> Program:
@@ -42,8 +46,11 @@ def place_messages(
     the end of its producer to before the end of its consumer.
     """
     assert not program.lowered
-    position = {node: place for place, node in enumerate(program.graph.order)}
-    placement = program.placement
+    graph, placement = program.graph, program.placement
+    position = [0] * len(graph.nodes)
+    for place, node in enumerate(graph.order):
+        position[node] = place
+    # Messages of the halves of one pair may be equal: they stay in the order of the program's.
     events: list[list[tuple[tuple[float, int, int, int], Instruction]]] = [
         [] for _ in program.ranks
     ]
@@ -57,18 +64,16 @@ def place_messages(
                 time = float("inf")
             elif not turn:
                 time = end[node]
-            events[rank].append(((time, turn, node, 0), on_this_rank(item, placement)))
+            seen = on_this_rank(item, placement) if item.after else item
+            events[rank].append(((time, turn, node, 0), seen))
             node += 1
-    for message in transfers(program):
-        payload, source, target, microbatch = message[:4]
-        key = (when(message), 1, position[message.producer], target)
-        send = sending(source, microbatch, payload, target)
-        receive = receiving(target, microbatch, payload, source)
-        events[placement.rank_of(source, microbatch)].append((key, send))
-        events[placement.rank_of(target, microbatch)].append((key, receive))
-    rows = tuple(
-        tuple(item for _, item in sorted(row, key=lambda event: event[0])) for row in events
-    )
+    for transfer in program.transfers:
+        payload, source, target, microbatch, producer, consumer = transfer
+        key = (when(transfer), 1, position[producer], target)
+        here, there = graph.rank[producer], graph.rank[consumer]
+        events[here].append((key, sending(source, microbatch, payload, target)))
+        events[there].append((key, receiving(target, microbatch, payload, source)))
+    rows = tuple(tuple(item for _, item in sorted(row, key=_KEY)) for row in events)
     return replace(program, ranks=rows, lowered=True)
 
 
@@ -217,7 +222,7 @@ class _Walk:
             frozenset((b.source, b.target)): hop
             for b, hop in zip(program.boundaries, table.hops, strict=True)
         }
-        for message in transfers(program):
+        for message in program.transfers:
             self._outgoing[message.producer].append(message)
             self._missing[message.consumer] += 1
         self._pending: list[Transfer] = []

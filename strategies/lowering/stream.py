@@ -26,7 +26,6 @@ from functools import cached_property
 from itertools import pairwise
 
 from strategies.errors import ProgramError
-from strategies.ir.graph import transfers
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
@@ -272,7 +271,7 @@ def _lowered(program: Program, clock: _Clock) -> tuple[Program, list[list[int]]]
     for node, item in enumerate(program.graph.nodes):
         rank = program.graph.rank[node]
         events[rank].append(((clock.of(item), node, 0), item))
-    for message in transfers(program):
+    for message in program.transfers:
         payload, source, target, microbatch = message[:4]
         time = clock.message(payload, source, microbatch)
         send = Instruction(Kind.SEND, source, microbatch, payload=payload, peer=target)
