@@ -9,7 +9,8 @@ instructions, written once per program.
            STEP      the optimizer step that is being made, from 1
            PASSES    programs begun
            FRESH     1 while a program runs for the first time: it may compile and connect
-           NAMES_AT, NAMES_BYTES    where the names of the running program's instructions lie
+           NAMES     place << 32 | bytes of the running program's instruction names: one word, so
+                     that no reader sees the place of one program and the length of another
            LEAVE     written by the watching process: the next SIGTERM means to end at once
            WATCH_MS  the deadline that the rank's configuration asks for
            NOTE_AT, NOTE_BYTES      where a text for the watching process lies: the run's folder
@@ -32,9 +33,9 @@ from enum import IntEnum
 from functools import partial
 
 PAGE = 4096
-STATE, STEP, PASSES, FRESH, NAMES_AT, NAMES_BYTES = range(6)
-LEAVE, WATCH_MS, NOTE_AT, NOTE_BYTES, OTHERS_AT, OTHERS_BYTES, END_AT, END_BYTES = range(6, 14)
-_WORDS = 14
+STATE, STEP, PASSES, FRESH, NAMES = range(5)
+LEAVE, WATCH_MS, NOTE_AT, NOTE_BYTES, OTHERS_AT, OTHERS_BYTES, END_AT, END_BYTES = range(5, 13)
+_WORDS = 13
 PHASE = 1 << 62  # in STATE: what follows is a Phase, no place
 WAITING = 1
 
@@ -121,7 +122,7 @@ class Heartbeat:
     def begin(self, where: tuple[int, int], *, fresh: bool) -> None:
         """A pass begins: where its names lie, and whether it is the program's first."""
         words = self.words
-        words[NAMES_AT], words[NAMES_BYTES] = where
+        words[NAMES] = where[0] << 32 | where[1]
         words[FRESH] = int(fresh)
         words[PASSES] += 1
 
@@ -228,8 +229,9 @@ def _beat(words: memoryview, read: Callable[[int, int], bytes]) -> Beat:
         between = phase is Phase.BETWEEN
         return Beat(step, _PHASES[phase], (), waiting, flushes and used, mark, others, between)
     place, waiting = state >> 1, bool(state & WAITING)
-    if not words[NAMES_BYTES]:
+    at, size = divmod(words[NAMES], 1 << 32)
+    if not size:
         return Beat(step, f"instruction {place}", (), waiting, used, mark)
-    names = json.loads(read(words[NAMES_BYTES], words[NAMES_AT]))
+    names = json.loads(read(size, at))
     doing, peers, where = names[place] if place < len(names) else (f"instruction {place}", (), "")
     return Beat(step, doing, tuple(peers), waiting, used, mark, where)

@@ -27,6 +27,30 @@ def page():
     os.close(file)
 
 
+class Watched(list):
+    """Words that are looked at behind every write."""
+
+    def __init__(self, words, look):
+        super().__init__(words)
+        self.look = look
+
+    def __setitem__(self, index, value):
+        super().__setitem__(index, value)
+        self.look()
+
+
+def test_a_reader_between_two_writes_sees_the_names_of_one_program():
+    heartbeat = Heartbeat()
+    first = heartbeat.names([("R", (), "")])
+    second = heartbeat.names([("F mb=0 of stage 1", (), "")])
+    heartbeat.words[STATE] = 0
+    heartbeat.begin(first, fresh=False)
+    seen = []
+    heartbeat.words = Watched(heartbeat.words, lambda: seen.append(heartbeat.beat().doing))
+    heartbeat.begin(second, fresh=False)
+    assert set(seen) == {"F mb=0 of stage 1"}
+
+
 def test_the_reader_sees_the_instruction_by_name_and_for_whom_it_waits(page):
     heartbeat = Heartbeat(page)
     assert read_beat(page).describe() == "in starting: imports and data"
