@@ -195,25 +195,20 @@ class Schedule:
                 "microbatch on all stages anyway.",
                 fix="Remove schedule.vertical_sync, or try schedule=pipedream.",
             )
-        if not self.grouped:
-            if group is not None:
-                raise PlanError(
-                    f"schedule.group={group}: {self.name} has no groups of microbatches.",
-                    fix="Remove schedule.group, or try schedule=interleaved_1f1b.",
-                )
-            shape = Shape(pp, num_microbatches, stages, None, None, vertical_sync, accumulation)
-            return self._ruled(shape)
+        if group is not None and not self.grouped:
+            raise PlanError(
+                f"schedule.group={group}: {self.name} has no groups of microbatches.",
+                fix="Remove schedule.group, or try schedule=interleaved_1f1b.",
+            )
         if group is None:
-            group = _full_groups(pp, num_microbatches)
+            group = _full_groups(pp, num_microbatches) if self.grouped else None
         elif group < min(pp, num_microbatches) or group > max(pp, num_microbatches):
             low, high = sorted((pp, num_microbatches))
             raise PlanError(
                 f"schedule.group={group}: {self.name} needs pp <= group <= num_microbatches, here "
                 f"{low} to {high}. Try schedule.group={min(max(group, low), high)}."
             )
-        return self._ruled(Shape(pp, num_microbatches, stages, group))
-
-    def _ruled(self, shape: Shape) -> Shape:
+        shape = Shape(pp, num_microbatches, stages, group, None, vertical_sync, accumulation)
         if self.rule is not None:
             self.rule(shape)
         return shape

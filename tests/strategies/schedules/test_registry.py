@@ -252,6 +252,13 @@ def test_defaults_are_filled_in():
     assert shape == Shape(4, 8, 3, group=None)
 
 
+def test_groups_of_microbatches_leave_the_rest_of_a_shape_as_it_is():
+    shape = SCHEDULES["interleaved_1f1b"].resolve(
+        pp=4, num_microbatches=8, stages_per_rank=2, group=None, accumulation=3
+    )
+    assert shape == Shape(4, 8, 2, group=4, accumulation=3)
+
+
 def test_a_name_in_capitals_leads_to_one_that_is_near():
     with pytest.raises(PlanError, match=r"Did you mean schedule=gpipe"):
         find_schedule(" GPIPPE")
