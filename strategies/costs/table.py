@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from strategies.ir.graph import DURATION_ROWS
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import KINDS, Kind
+from strategies.ir.kinds import BACKWARD_KINDS, KINDS, Kind
 
 if TYPE_CHECKING:
     from strategies.ir.program import Program
 
-
-from typing import NamedTuple
-
-from strategies.ir.kinds import BACKWARD_KINDS
 
 # --------------------------------------------------------------------------------------------------
 # When the tokens of experts travel inside a computation, and how long a fused pair takes for it.
