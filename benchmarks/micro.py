@@ -19,11 +19,11 @@ from strategies import UniformCosts, compile_program, simulate
 from strategies.compiler import compile_compute, compile_plan
 from strategies.heartbeat import PAGE, STATE, WAITING, Heartbeat, new_page
 from strategies.ir.kinds import MESSAGE_KINDS
-from strategies.lowering.send_recv import add_messages, order_messages
+from strategies.lowering.send_recv import add_messages, order_for_rendezvous
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.recompute.optimal import recompute_within
 from strategies.plan import Plan, Recompute
-from strategies.planner.quick_walk import flatten, lists_of, step_time
+from strategies.planner.step_time import build_order_graph, compute_program, step_time
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import replay
 
@@ -63,19 +63,19 @@ def simulator(*, ranks: int, microbatches: int, repetitions: int) -> None:
         f"1f1b {size}: {sum(map(len, program.ranks))} instructions, compiled in "
         f"{compiled_ms:.0f} ms, simulate() {took:.2f} ms (median of {repetitions})\n"
     )
-    quick, whole = _quick_walk(ranks, microbatches)
+    quick, whole = _step_time(ranks, microbatches)
     sys.stdout.write(
-        f"quick_walk, 1f1b {size}: {median_ms(quick, repetitions):.2f} ms instead of "
+        f"step_time, 1f1b {size}: {median_ms(quick, repetitions):.2f} ms instead of "
         f"{median_ms(whole, repetitions):.2f}\n"
     )
 
 
-def _quick_walk(ranks: int, microbatches: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _step_time(ranks: int, microbatches: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """A new plan's step time: of its order, or of its verified program."""
     plan = Plan("1f1b", ranks, microbatches, costs=COSTS, buckets=1)
 
     def quick() -> None:
-        structure = flatten(lists_of(plan))
+        structure = build_order_graph(compute_program(plan))
         table = replace(COSTS.table(structure.draft), reduce=((4.0 / ranks,),) * ranks)
         step_time(structure, table, overlap=True)
 
@@ -153,7 +153,7 @@ def _rendezvous(
     buffered = max(replay(by_producer, replace(table, transport="buffered"))[1])
     busiest = max(sum(i.kind in MESSAGE_KINDS for i in row) for row in by_producer.ranks)
     by_producer_time = max(replay(by_producer, table)[1])
-    chosen = max(replay(order_messages(program, table), table)[1])
+    chosen = max(replay(order_for_rendezvous(program, table), table)[1])
     least = max(0.0, 3.0 * microbatches + busiest * latency - buffered)
     return buffered, by_producer_time / buffered - 1, chosen / buffered - 1, least / buffered
 

@@ -25,7 +25,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
-from strategies.lowering.send_recv import add_messages, order_messages
+from strategies.lowering.send_recv import add_messages, order_for_rendezvous
 from strategies.lowering.stream import Calls, Update, add_updates, label_period, lower_stream
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.passes.recompute.add_recompute import Held, add_recompute
@@ -43,19 +43,26 @@ from strategies.passes.updates import (
     fuse_pairs,
     separate_pairs,
 )
-from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile, check_kinds
+from strategies.plan import (
+    NO_RECOMPUTE,
+    Overlap,
+    Plan,
+    Recompute,
+    ScheduleFile,
+    check_keyword_types,
+)
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group, refuse_late
 from strategies.schedules.search.best_order import equal_durations
 
-_HALVES = attrgetter("halves")  # asked of hundreds of thousands of instructions
+_HALVES = attrgetter("halves")  # read from hundreds of thousands of instructions
 
 
 @dataclass(frozen=True)
 class Programs:
     """The three programs of one plan: same order, lowered and verified.
 
-    Simulations, plans and pictures need the first; the others are made when they are asked for.
+    Simulations, plans and pictures need the first; the others are made when they are first used.
 
     Attributes:
         train: With reductions and optimizer steps; of a schedule without a flush a few batches,
@@ -252,7 +259,7 @@ def compile_program(
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    check_kinds(
+    check_keyword_types(
         {
             "schedule": schedule, "pp": pp, "num_microbatches": num_microbatches,
             "stages_per_rank": stages_per_rank, "group": group, "overlap": overlap,
@@ -349,7 +356,7 @@ def _train(compute: Program, plan: Plan) -> Program:
 
 
 def _paired(compute: Program, plan: Plan) -> Program:
-    """Fused pairs are made where that is asked for; else they stay where it gains something."""
+    """Fused pairs are made where the plan says so; else they stay where it gains something."""
     if plan.pairs:
         try:
             return verify(fuse_pairs(compute))
@@ -446,7 +453,7 @@ def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:
 def _lower(program: Program, costs: Costs | None) -> Program:
     table = None if costs is None else costs.table(program)
     if table is not None and table.transport == "rendezvous":
-        return order_messages(program, table)
+        return order_for_rendezvous(program, table)
     return add_messages(program, table)
 
 

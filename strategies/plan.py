@@ -1,4 +1,4 @@
-"""What the compiler is asked for: everything that decides a program, and nothing else."""
+"""A plan for the compiler: everything that decides a program, and nothing else."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
 }
 
 
-def check_kinds(words: Mapping[str, object]) -> None:
+def check_keyword_types(words: Mapping[str, object]) -> None:
     """Refuses keywords of a script that are of another type; None is left out.
 
     Raises:

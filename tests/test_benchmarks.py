@@ -36,7 +36,7 @@ ALONE = {
     "micro simulator": (
         "--ranks 4 --microbatches 8 --repetitions 2",
         r"1f1b pp=4 num_microbatches=8: \d+ instructions, compiled in \d+ ms, simulate\(\) .*"
-        r"(\nquick_walk, .*: \d+\.\d\d ms instead of \d+\.\d\d)",
+        r"(\nstep_time, .*: \d+\.\d\d ms instead of \d+\.\d\d)",
     ),
     "micro passes": (
         "--ranks 8 --microbatches 8 --repetitions 1",

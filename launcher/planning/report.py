@@ -38,8 +38,8 @@ from strategies.planner.outcome import (
     times,
 )
 from strategies.planner.problem import Candidate
-from strategies.planner.quick_walk import idle_share
 from strategies.planner.space import Space
+from strategies.planner.step_time import idle_share
 from strategies.schedules import find_schedule
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ This needs a *cut* through the next step's program: what stands before it may ru
 are not yet confirmed, and be run again. It holds forwards only, none of the last stage (a loss is
 computed once, and people's code with it) and not the last one of a rank (which tells others what
 this one has seen). It is consistent: whatever stands before it gets its messages from before it,
-so that all ranks can stop there. At the cut nobody waits long: the first forward of the last stage,
-which every backward needs, comes after all other ranks have begun the step, and so after all have
-given their part of the norm.
+so that all ranks can stop there. At the cut no rank waits long: the first forward of the last
+stage, which every backward needs, comes after all other ranks have begun the step, and so after all
+have given their part of the norm.
 """
 
 from __future__ import annotations

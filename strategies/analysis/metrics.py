@@ -24,7 +24,7 @@ class Metrics:
 
     Attributes:
         makespan: First start to last end, a barrier at the flush.
-        period: Max over ranks of (end - start): nobody waits at a barrier.
+        period: Max over ranks of (end - start): no barrier.
         bubble_ratio: Idle over P * makespan.
         lower_bound: No order of these F, B, I and W on this placement is faster (LB1), or none that
             holds as few full activations, with any of them recomputed (LB2).

@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """Max over ranks of (end - start): a step where nobody waits at a barrier.
+        """Max over ranks of (end - start): a step without a barrier.
 
         Messages do not count: one that is on its way to a rank does not keep it from the last step.
         Of a program without a flush: from one batch to the next, in steady state.

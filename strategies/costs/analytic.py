@@ -19,12 +19,12 @@ from strategies.costs.hardware import (
     Hardware,
     NumberFormat,
     expert_holders,
-    half_round,
+    reduce_scatter_seconds,
     replicas,
 )
 from strategies.costs.kernels import memory_bound, product_seconds
 from strategies.costs.load import Load
-from strategies.costs.pass_seconds import PassSeconds
+from strategies.costs.pass_seconds import StageTimes
 from strategies.costs.table import CostTable, StageMemory, Transport
 from strategies.costs.uniform import reduced_and_gathered
 from strategies.errors import CostError
@@ -34,7 +34,7 @@ from strategies.ir.versions import weight_versions
 _Figure = TypeVar("_Figure")
 
 
-class _Takes(NamedTuple):
+class _UpdateCost(NamedTuple):
     """What a stage's update takes: seconds of a STEP, a bucket, a GATHER, and bytes."""
 
     step: float
@@ -48,9 +48,9 @@ class _Takes(NamedTuple):
 class Known:
     """Figures of stages that costs share which differ in cuts and degrees only.
 
-    Stages that are one object are looked at once, each kept beside its seconds, so that no other
-    object takes its identity; so is each in ``alike`` beside one that computes the same. ``of`` is
-    all else that decides them: costs of something else, as a copy with another machine, begin anew.
+    Keyed by ``id(load)``; the load is stored with the value so that its id is not reused, and in
+    ``alike`` with one that computes the same. ``of`` is all else that decides them: a copy with
+    another machine starts with an empty cache.
     """
 
     of: tuple[object, ...] = ()
@@ -58,7 +58,7 @@ class Known:
         default_factory=dict
     )
     alike: dict[int, tuple[Load, Load]] = field(default_factory=dict)
-    takes: dict[object, _Takes] = field(default_factory=dict)
+    takes: dict[object, _UpdateCost] = field(default_factory=dict)
     holders: dict[tuple[tuple[int, ...], int, int, int], tuple[Group, Group]] = field(
         default_factory=dict
     )
@@ -180,7 +180,7 @@ class AnalyticCosts:
             memory=self._memory(takes, saved, received) if breakdown else None,
         )
 
-    def compute_alone(self) -> CostTable:
+    def compute_only(self) -> CostTable:
         """What stages compute, and nothing that they send, add up, update or hold."""
         forward, backward, inputs, weights = self._durations()
         none = (0.0,) * len(forward)
@@ -198,7 +198,7 @@ class AnalyticCosts:
             occupancy=none[1:],
         )
 
-    def shared_out(
+    def with_sharded_optimizer(
         self, table: CostTable, program: Program, buckets: Sequence[int], gathered: frozenset[int]
     ) -> CostTable:
         """A table of ``table_for``, with the weights of these stages gathered in place of its."""
@@ -221,7 +221,7 @@ class AnalyticCosts:
             memory=memory,
         )
 
-    def _steps(self, program: Program, takes: Sequence[_Takes]) -> tuple[float, ...]:
+    def _steps(self, program: Program, takes: Sequence[_UpdateCost]) -> tuple[float, ...]:
         steps = tuple(each.step for each in takes)
         if not any(copied := self.copied_bytes(program)):
             return steps
@@ -237,18 +237,18 @@ class AnalyticCosts:
 
     def _per_stage(
         self, program: Program, buckets: Sequence[int], gathered: frozenset[int]
-    ) -> list[_Takes]:
+    ) -> list[_UpdateCost]:
         """Of stages with as many parameters, on owners that lie alike, one is looked at."""
         owners_of, known, found = program.placement.owners, self.known.takes, []
         same = (self.dp, self.tp, self.ep, program.feeds_back)
-        here: dict[object, _Takes] = {}
+        here: dict[object, _UpdateCost] = {}
         # Owners that lie alike on their nodes: those after so many ranks begin a node again.
         node = self.hardware.gpus_per_node
         turn = node // gcd(self.dp * self.tp, node)
-        shared_out = bool(self.hardware.step_overhead_s)  # among all stages of an owner
+        with_sharded_optimizer = bool(self.hardware.step_overhead_s)  # among all stages of an owner
         for stage, (load, number) in enumerate(zip(self.stages, buckets, strict=True)):
             owners, sharded = owners_of(stage), stage in gathered
-            first = 0 if shared_out else owners[0] // turn * turn
+            first = 0 if with_sharded_optimizer else owners[0] // turn * turn
             lie = tuple(owner - first for owner in owners) if first else owners
             at = (id(load), lie, number, sharded)
             if at not in here:
@@ -262,10 +262,10 @@ class AnalyticCosts:
             found.append(here[at])
         return found
 
-    def _takes(self, program: Program, stage: int, number: int, *, sharded: bool) -> _Takes:
+    def _takes(self, program: Program, stage: int, number: int, *, sharded: bool) -> _UpdateCost:
         sizes = self._sizes
         reduced = self._once_round(program, stage, number, sizes.wire)
-        return _Takes(
+        return _UpdateCost(
             self._step(program, stage, sharded=sharded),
             reduced if sharded else 2 * reduced,
             self._once_round(program, stage, 1, sizes.weight) if sharded else 0,
@@ -299,7 +299,7 @@ class AnalyticCosts:
         return [inside if node[b.source] == node[b.target] else between for b in program.boundaries]
 
     def _memory(
-        self, takes: Sequence[_Takes], saved: tuple[int, ...], received: tuple[float, ...]
+        self, takes: Sequence[_UpdateCost], saved: tuple[int, ...], received: tuple[float, ...]
     ) -> StageMemory:
         """What stages hold; temporaries are a stage's result and the gradients at its ends."""
         sizes = self._sizes
@@ -431,9 +431,9 @@ class AnalyticCosts:
         return ElementSizes.all(self.element_bytes) if self.sizes is None else self.sizes
 
     @property
-    def passes(self) -> PassSeconds:
+    def passes(self) -> StageTimes:
         """What a stage computes, and what its ranks exchange meanwhile."""
-        return PassSeconds(
+        return StageTimes(
             self.hardware, self._sizes, self.number_format, self.tp, self.sequence_parallel,
             self.ep, self.expert_tp, self.imbalance,
         )  # fmt: skip
@@ -463,14 +463,16 @@ class AnalyticCosts:
         load = self.stages[stage]
         group, same = self._holders(program.placement.owners(stage))
         spread = load.experts if self.ep > 1 or self.tp > 1 else 0
-        took = half_round(self.hardware, group, (load.parameters - spread) * size / parts)
+        took = reduce_scatter_seconds(
+            self.hardware, group, (load.parameters - spread) * size / parts
+        )
         if spread:
-            took += half_round(self.hardware, same, spread / self._block * size / parts)
+            took += reduce_scatter_seconds(self.hardware, same, spread / self._block * size / parts)
         return took
 
 
 def _beyond(
-    takes: Sequence[_Takes], parameters: Sequence[int], gradients: Sequence[int]
+    takes: Sequence[_UpdateCost], parameters: Sequence[int], gradients: Sequence[int]
 ) -> tuple[int, ...]:
     """What the optimizer holds of each stage's state."""
     held = map(add, parameters, gradients)

@@ -160,7 +160,7 @@ class ElementSizes:
 
 
 # --------------------------------------------------------------------------------------------------
-# How long ranks take to reduce-scatter, or to gather, what they share: half of an all-reduce.
+# Time of a reduce-scatter or an all-gather; each is half an all-reduce.
 #
 # On one node a ring: (n-1)/n of the bytes, and n-1 steps. On several, GPUs do it in two levels: the
 # members of a node share first, over the node's own links, then each works with its fellows on the
@@ -194,7 +194,7 @@ def sharers(hardware: Hardware, tp: int) -> Group:
     return _group(hardware, list(range(tp)))
 
 
-def half_round(hardware: Hardware, group: Group, num_bytes: float) -> float:
+def reduce_scatter_seconds(hardware: Hardware, group: Group, num_bytes: float) -> float:
     """Seconds of a reduce-scatter, or an all-gather, of a tensor of so many bytes."""
     ranks, nodes, per_node, slowest = group
     if ranks < 2:

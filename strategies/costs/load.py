@@ -30,7 +30,7 @@ class Load:
         update_products: (product, how many) that an update of the weights computes.
         again_sums: As ``backward_sums``, of what a backward computes again.
         first_saved_elements: What it keeps beyond ``saved_elements`` where a stage begins with it.
-        rebuilt_elements: What a backward makes anew, the most at once, beside what is kept.
+        rebuilt_elements: What a backward rebuilds, the most at once, beside what is kept.
         waiting_elements: What an I leaves for its W; None for ``saved_elements``.
         experts: Of its parameters those that are spread over expert-parallel ranks, all of them.
         expert_flops: Of one forward, of its experts.
@@ -142,7 +142,7 @@ def sum_loads(loads: list[Load]) -> Load:
 
 
 def _rebuilt(loads: list[Load]) -> int:
-    """The most that a backward makes anew beyond what it has let go of by then: the last first."""
+    """The most that a backward rebuilds beyond what it has let go of by then: the last first."""
     most = gone = 0
     for load in reversed(loads):
         most = max(most, load.rebuilt_elements - gone)

@@ -27,7 +27,7 @@ from strategies.costs.hardware import (
     NumberFormat,
     all_to_all,
     exchangers,
-    half_round,
+    reduce_scatter_seconds,
     sharers,
 )
 from strategies.costs.kernels import Seconds, memory_bound, unit_seconds
@@ -40,7 +40,7 @@ def by_kernels(hardware: Hardware, load: Load) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PassSeconds:
+class StageTimes:
     """The ranks of a stage, and their machine; attributes as those of ``AnalyticCosts``."""
 
     hardware: Hardware
@@ -103,7 +103,7 @@ class PassSeconds:
         if self.tp == 1 or self.sequence_parallel:
             return 0.0
         group = sharers(self.hardware, self.tp)
-        return half_round(self.hardware, group, count * self.sizes.activation)
+        return reduce_scatter_seconds(self.hardware, group, count * self.sizes.activation)
 
     def _forward(self, load: Load) -> float:
         return self._pass(load, load.forward_flops)
@@ -121,7 +121,7 @@ class PassSeconds:
         overhead = self.hardware.stage_overhead_s + load.num_units * self.hardware.unit_overhead_s
         if self.hardware.num_sms is None:
             return max(self._computing(flops), moved) + overhead
-        # Kernels that nobody has listed: what is kept has been written, and is read.
+        # Kernels that are not listed: what is kept has been written, and is read.
         kept = memory_bound(self.hardware, 2 * load.saved_elements * self.sizes.activation)
         return self._computing(flops) + moved + kept + overhead
 
@@ -153,7 +153,9 @@ class PassSeconds:
         if self.tp == 1:
             return 0.0
         group, element = sharers(self.hardware, self.tp), self.sizes.activation
-        return sum(2 * half_round(self.hardware, group, size * element) for size in sizes)
+        return sum(
+            2 * reduce_scatter_seconds(self.hardware, group, size * element) for size in sizes
+        )
 
     def _waiting(self, load: Load) -> float:
         """What the rank with most tokens takes longer than the mean, in each third of a step."""
@@ -161,7 +163,7 @@ class PassSeconds:
         return self._computing(load.expert_flops * extra) if extra else 0.0
 
     def _exchange(self, sizes: Sequence[int]) -> float:
-        """Tokens to experts and back, layer by layer; gradients take the same ways.
+        """Tokens to experts and back, layer by layer; gradients take the same paths.
 
         Ranks that share matrices each send their part of the tokens, and gather the results.
         """
@@ -169,14 +171,16 @@ class PassSeconds:
             return 0.0
         hardware, element = self.hardware, self.sizes.activation
         group, took = self._exchangers(), 0.0
-        told = all_to_all(hardware, group, 0)  # how many tokens are going to come
+        sizes_s = all_to_all(hardware, group, 0)  # how many tokens are going to come
         known: dict[int, tuple[float, float]] = {}  # mostly all layers are alike
         for size in sizes:
             if size not in known:
                 part, gathered = size * element / self._parts * self.imbalance, 0.0
                 if self._parts > 1:
-                    gathered = half_round(hardware, sharers(hardware, self.tp), size * element)
-                known[size] = told + 2 * all_to_all(hardware, group, part), gathered
+                    gathered = reduce_scatter_seconds(
+                        hardware, sharers(hardware, self.tp), size * element
+                    )
+                known[size] = sizes_s + 2 * all_to_all(hardware, group, part), gathered
             travel, gathered = known[size]
             took += travel
             took += gathered

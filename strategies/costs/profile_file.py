@@ -75,7 +75,7 @@ class SizeProfile:
         units: One entry per class, in the profile's order.
         error: How far these sums are from what was measured, as a share of it: from the stages of
             the sample, or, in a profile that a training run has corrected, from that run's step.
-            None where nobody has compared.
+            None where they were not compared.
     """
 
     fixed: Seconds

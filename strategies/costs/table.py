@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Span = tuple[float, float]
 
 
-class Strand(NamedTuple):
+class ComputeWithExchanges(NamedTuple):
     """A computation with exchanges, in any unit of time.
 
     Attributes:
@@ -45,7 +45,9 @@ class Strand(NamedTuple):
     backward: bool
 
     @classmethod
-    def of(cls, kind: Kind, took: float, away: float, layers: int, experts: float) -> Strand:
+    def of(
+        cls, kind: Kind, took: float, away: float, layers: int, experts: float
+    ) -> ComputeWithExchanges:
         return cls(took, min(away, took), layers, experts, kind in BACKWARD_KINDS)
 
     @property
@@ -65,30 +67,33 @@ class Strand(NamedTuple):
         return [*[attention, experts] * self.layers, 0.0]
 
 
-def spans_alone(strand: Strand) -> list[Span]:
+def spans_alone(compute: ComputeWithExchanges) -> list[Span]:
     """Of each exchange, counted from the computation's start.
 
-    >>> [(round(a, 2), round(b, 2)) for a, b in spans_alone(Strand(1.4, 0.4, 1, 0.5, False))]
+    >>> forward = ComputeWithExchanges(1.4, 0.4, 1, 0.5, False)
+    >>> [(round(a, 2), round(b, 2)) for a, b in spans_alone(forward)]
     [(0.5, 0.7), (1.2, 1.4)]
     """
     now, found = 0.0, []
-    for piece in strand.pieces()[:-1]:
+    for piece in compute.pieces()[:-1]:
         now += piece
-        found.append((now, now + strand.each))
-        now += strand.each
+        found.append((now, now + compute.each))
+        now += compute.each
     return found
 
 
-def spans_in_turn(first: Strand, second: Strand) -> tuple[float, list[Span]]:
+def interleave(
+    first: ComputeWithExchanges, second: ComputeWithExchanges
+) -> tuple[float, list[Span]]:
     """How long a pair takes, and the exchanges of its first half, then those of its second.
 
-    >>> forward = Strand(1.4, 0.4, 1, 0.5, False)
-    >>> backward = Strand(2.4, 0.4, 1, 0.5, True)
-    >>> round(spans_in_turn(forward, backward)[0], 2)
+    >>> forward = ComputeWithExchanges(1.4, 0.4, 1, 0.5, False)
+    >>> backward = ComputeWithExchanges(2.4, 0.4, 1, 0.5, True)
+    >>> round(interleave(forward, backward)[0], 2)
     3.0
     """
-    strands = (first, second)
-    pieces = [list(reversed(strand.pieces())) for strand in strands]
+    computes = (first, second)
+    pieces = [list(reversed(compute.pieces())) for compute in computes]
     spans: tuple[list[Span], list[Span]] = ([], [])
     arrived = [0.0, 0.0]
     now = channel = 0.0
@@ -99,7 +104,7 @@ def spans_in_turn(first: Strand, second: Strand) -> tuple[float, list[Span]]:
         now = max(now, arrived[turn]) + pieces[turn].pop()
         if pieces[turn]:  # Behind all but its last piece there is an exchange.
             begun = max(now, channel)
-            channel = arrived[turn] = begun + strands[turn].each
+            channel = arrived[turn] = begun + computes[turn].each
             spans[turn].append((begun, channel))
         turn = 1 - turn
     return now, [*spans[0], *spans[1]]
@@ -186,18 +191,18 @@ class CostTable:
         if not self.exchange:
             return self.fused * sum(took)
         if self.exchanging:
-            return self.fused * spans_in_turn(*self.strands(took, stages, (Kind.F, Kind.B)))[0]
+            return self.fused * interleave(*self.computes(took, stages, (Kind.F, Kind.B)))[0]
         away = self.exchange[stages[0]] + self.exchange[stages[1]]
         return self.fused * max(sum(took) - away, away, *took)
 
-    def strands(
+    def computes(
         self, took: Sequence[float], stages: Sequence[int], kinds: Sequence[Kind]
-    ) -> list[Strand]:
+    ) -> list[ComputeWithExchanges]:
         """Computations with what they exchange; ``took`` is by themselves."""
         away = self.exchange or (0.0,) * len(self.forward)
         known = self.exchanging or ((1, 0.5),) * len(self.forward)
         return [
-            Strand.of(kind, seconds, away[stage], *known[stage])
+            ComputeWithExchanges.of(kind, seconds, away[stage], *known[stage])
             for kind, seconds, stage in zip(kinds, took, stages, strict=True)
         ]
 

@@ -72,7 +72,7 @@ Amounts = Mapping[Purpose, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class KindSpec:
     """One row.
 
     Attributes:
@@ -126,93 +126,95 @@ PAYLOADS: Mapping[Kind | None, Value] = {Kind.F: Value.ACTIVATION, Kind.B: Value
 _GRAPH: Amounts = {Purpose.GRAPH: 1, Purpose.RESULT: 1}
 _BACKWARD = (Value.GRAPH, Value.GRADIENT, Value.LOSS_GRADIENT)
 
-KINDS: Mapping[Kind, Facts] = {
-    Kind.F: Facts(
+KINDS: Mapping[Kind, KindSpec] = {
+    Kind.F: KindSpec(
         word="forward", occupies="rank", duration="forward", work=("forward",), needed=True,
         uses=(Value.ACTIVATION, Value.GATHERED), makes=(Value.ACTIVATION, Value.GRAPH),
         takes=_GRAPH, checkpointed={Purpose.INPUT: 1}, temporaries="forward_temporaries",
         colour=(212, 62),
     ),
-    Kind.B: Facts(
+    Kind.B: KindSpec(
         word="full backward", occupies="rank", duration="backward",
         work=("backward_input", "backward_weight"), needed=True,
         uses=_BACKWARD, makes=(Value.GRADIENT, Value.SHARE),
         frees=_GRAPH, temporaries="backward_temporaries",
         colour=(28, 78),
     ),
-    Kind.I: Facts(
+    Kind.I: KindSpec(
         word="input gradient", occupies="rank", duration="backward_input",
         work=("backward_input",), needed=True,
         uses=_BACKWARD, makes=(Value.GRADIENT, Value.SAVED_FOR_W),
         frees={**_GRAPH, Purpose.WAITING: -1}, temporaries="backward_temporaries",
         colour=(44, 80),
     ),
-    Kind.W: Facts(
+    Kind.W: KindSpec(
         word="weight gradient", occupies="rank", duration="backward_weight",
         work=("backward_weight",), needed=True,
         uses=(Value.SAVED_FOR_W,), makes=(Value.SHARE,),
         frees={Purpose.WAITING: 1}, temporaries="backward_temporaries",
         colour=(150, 42),
     ),
-    Kind.R: Facts(
+    Kind.R: KindSpec(
         word="recompute", occupies="rank", duration="recompute", work=("forward",),
         uses=(Value.INPUT,), makes=(Value.GRAPH,),
         takes={**_GRAPH, Purpose.INPUT: -1}, temporaries="forward_temporaries",
         colour=(272, 42),
     ),
-    Kind.SEND: Facts(word="send", occupies="wire"),
-    Kind.RECV: Facts(word="receive", occupies="wire"),
-    Kind.REDUCE: Facts(
+    Kind.SEND: KindSpec(word="send", occupies="wire"),
+    Kind.RECV: KindSpec(word="receive", occupies="wire"),
+    Kind.REDUCE: KindSpec(
         word="gradient reduction", occupies="channel", number="bucket", duration="reduce",
         uses=(Value.SHARE,), makes=(Value.SUM,),
         colour=(184, 58), key="R reduces gradients",
     ),
-    Kind.GATHER: Facts(
+    Kind.GATHER: KindSpec(
         word="weight gather", occupies="channel", number="", duration="gather",
         makes=(Value.GATHERED,), colour=(320, 40), key="G gathers weights",
     ),
-    Kind.STEP: Facts(
+    Kind.STEP: KindSpec(
         word="optimizer step", occupies="rank", number="", duration="step",
         uses=(Value.SUM,), makes=(Value.WEIGHTS,), key="S: optimizer step",
     ),
     # Of what it reads the forwards' results are there, and what it makes of them is small.
-    Kind.LOSS: Facts(
+    Kind.LOSS: KindSpec(
         word="loss of the whole batch", occupies="rank", number="",
         uses=(Value.ACTIVATION,), makes=(Value.LOSS_GRADIENT,),
         colour=(0, 60), key="L: loss of the whole batch",
     ),
     # Needs, work and memory are those of its halves.
-    Kind.OVERLAP: Facts(
+    Kind.OVERLAP: KindSpec(
         word="forward and backward as one", occupies="rank", needed=True,
         colour=(340, 50), key="O: F and B as one",
     ),
     # Inside the compute of their pair, which has their time in its own.
-    Kind.DISPATCH: Facts(
+    Kind.DISPATCH: KindSpec(
         word="tokens to their experts", occupies="channel", number="layer",
         colour=(84, 42), key="D sends tokens to experts",
     ),
-    Kind.COMBINE: Facts(
+    Kind.COMBINE: KindSpec(
         word="tokens back from experts", occupies="channel", number="layer",
         colour=(64, 46), key="C brings them back",
     ),
 }  # fmt: skip
 
 
-def _those(fact: Callable[[Facts], bool]) -> frozenset[Kind]:
+def _kinds_where(fact: Callable[[KindSpec], bool]) -> frozenset[Kind]:
     return frozenset(kind for kind, facts in KINDS.items() if fact(facts))
 
 
-MESSAGE_KINDS = _those(lambda facts: facts.occupies == "wire")
-CHANNEL_KINDS = _those(lambda facts: facts.occupies == "channel")
-COMPUTE_KINDS = _those(lambda facts: facts.occupies == "rank")
-MICROBATCH_KINDS = _those(lambda facts: facts.occupies == "rank" and facts.number == "microbatch")
-EXCHANGE_KINDS = _those(lambda facts: facts.number == "layer")
-BUCKET_KINDS = _those(lambda facts: facts.number == "bucket")
-STAGE_KINDS = _those(lambda facts: not facts.number)
-BACKWARD_KINDS = _those(lambda facts: Value.GRADIENT in facts.makes)
-GRADIENT_KINDS = _those(lambda facts: Value.SHARE in facts.makes)
-NEEDED_KINDS = _those(lambda facts: facts.needed)
-UPDATE_KINDS = _those(lambda facts: bool({Value.SHARE, Value.SUM} & {*facts.uses}))
+MESSAGE_KINDS = _kinds_where(lambda facts: facts.occupies == "wire")
+CHANNEL_KINDS = _kinds_where(lambda facts: facts.occupies == "channel")
+COMPUTE_KINDS = _kinds_where(lambda facts: facts.occupies == "rank")
+MICROBATCH_KINDS = _kinds_where(
+    lambda facts: facts.occupies == "rank" and facts.number == "microbatch"
+)
+EXCHANGE_KINDS = _kinds_where(lambda facts: facts.number == "layer")
+BUCKET_KINDS = _kinds_where(lambda facts: facts.number == "bucket")
+STAGE_KINDS = _kinds_where(lambda facts: not facts.number)
+BACKWARD_KINDS = _kinds_where(lambda facts: Value.GRADIENT in facts.makes)
+GRADIENT_KINDS = _kinds_where(lambda facts: Value.SHARE in facts.makes)
+NEEDED_KINDS = _kinds_where(lambda facts: facts.needed)
+UPDATE_KINDS = _kinds_where(lambda facts: bool({Value.SHARE, Value.SUM} & {*facts.uses}))
 
 
 def spellings(kinds: Iterable[Kind]) -> tuple[str, ...]:

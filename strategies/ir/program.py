@@ -51,7 +51,7 @@ class Placement:
     def stages_per_microbatch(self) -> float:
         """The stages of one rank that one microbatch crosses: V, or V / 2 with two copies.
 
-        The mean over the ranks, where somebody's own placement gives them unequal numbers.
+        The mean over the ranks, where a user's placement gives them unequal numbers.
         """
         return self.num_stages / self.num_ranks
 
@@ -71,7 +71,7 @@ class Placement:
 
 @lru_cache(maxsize=4096)
 def _stages_of_ranks(placement: Placement) -> dict[int, tuple[int, ...]]:
-    """Ascending; of all ranks at once, which may be hundreds and are asked for one by one."""
+    """Ascending; of all ranks at once, since callers look up hundreds one by one."""
     found: dict[int, list[int]] = {}
     for stage, owners in enumerate(zip(*placement.copies, strict=True)):
         for rank in dict.fromkeys(owners):
@@ -150,7 +150,7 @@ class Program:
             loop is as many, whatever an update takes.
         feeds_back: Whether an update is corrected by the one before: ranks keep that, and what
             the weights were before the one that is made.
-        begun: Microbatches whose gradients the first of several updates has from before.
+        begun: Microbatches of the first update that earlier calls have already accumulated.
     """
 
     schedule: str

@@ -64,7 +64,7 @@ def place_messages(
                 time = float("inf")
             elif not turn:
                 time = end[node]
-            seen = on_this_rank(item, placement) if item.after else item
+            seen = localize_edges(item, placement) if item.after else item
             events[rank].append(((time, turn, node, 0), seen))
             node += 1
     for transfer in program.transfers:
@@ -78,7 +78,7 @@ def place_messages(
 
 
 def end_times(program: Program, table: CostTable | None) -> list[float]:
-    """When each node ends if messages hold up nobody."""
+    """When each node ends if no rank waits for a message's link."""
     fused = program.walk.fused
     if table is not None:
         durations, hop = flat_durations(table, fused), max(table.hops, default=0.0)
@@ -99,7 +99,7 @@ def end_times(program: Program, table: CostTable | None) -> list[float]:
 # the backward that makes it; once there are messages it names the RECV that brings it.
 
 
-def on_this_rank(item: Instruction, placement: Placement) -> Instruction:
+def localize_edges(item: Instruction, placement: Placement) -> Instruction:
     """An R with its edges to other ranks' backwards as edges to its own rank's RECVs."""
     if item.kind is not Kind.R or not item.after:
         return item
@@ -176,7 +176,7 @@ def _message(item: Instruction) -> tuple[object, ...]:
 _WALKS = tuple((patience, ahead) for patience in (0.0, 0.3, 0.6, 1.1) for ahead in (1, 2, 4))
 
 
-def order_messages(program: Program, table: CostTable) -> Program:
+def order_for_rendezvous(program: Program, table: CostTable) -> Program:
     """The fastest lowering found for a table whose sends wait for their receives."""
     end = end_times(program, table)
     best = place_messages(program, end, lambda message: end[message.producer])

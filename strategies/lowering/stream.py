@@ -285,7 +285,7 @@ def _lowered(program: Program, clock: _Clock) -> tuple[Program, list[list[int]]]
     return lowered, [[key[0] for key, _ in row] for row in ordered]
 
 
-# Places within a tick. Nobody waits with a gradient for an update, and a microbatch's RECV stands
+# Places within a tick. No gradient waits for an update, and a microbatch's RECV stands
 # behind the update that its forward reads.
 _TICK = 8
 (

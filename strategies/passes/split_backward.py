@@ -13,7 +13,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.schedules.schedule import Durations
-from strategies.schedules.search.weight_gaps import fill_gaps
+from strategies.schedules.search.weight_gaps import fill_bubbles_with_w
 
 _Pairs = frozenset[tuple[int, int | None]]
 
@@ -45,7 +45,7 @@ def split_backward(program: Program, durations: Durations) -> Program:
     rows = tuple(
         tuple(part for item in row for part in _split(item, whole)) for row in program.ranks
     )
-    return fill_gaps(program.with_ranks(rows), durations)
+    return fill_bubbles_with_w(program.with_ranks(rows), durations)
 
 
 def _split(item: Instruction, whole: _Pairs) -> tuple[Instruction, ...]:

@@ -20,7 +20,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryLimit:
     """What the units of a stage may take of its rank's memory.
 
     Attributes:
@@ -58,7 +58,7 @@ def cut_chain(
     num_stages: int,
     *,
     sent: Sequence[float] | None = None,
-    room: Room | None = None,
+    room: MemoryLimit | None = None,
     min_units: int = 1,
     balance_ratio: float = 0.0,
 ) -> tuple[int, ...] | None:
@@ -79,7 +79,7 @@ def cut_chain(
     count = len(times)
     if count < num_stages * min_units:
         return None
-    extents = _Extents(times, num_stages, room, min_units)
+    extents = _FeasibleRanges(times, num_stages, room, min_units)
     limit = extents.smallest_limit()
     if limit is None:
         return None
@@ -152,11 +152,11 @@ def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
     return largest, sum((load / scale) ** 2 for load in loads) * scale
 
 
-class _Extents:
+class _FeasibleRanges:
     """How far stages can extend within a time and their memory."""
 
     def __init__(
-        self, times: Sequence[float], num_stages: int, room: Room | None, min_units: int
+        self, times: Sequence[float], num_stages: int, room: MemoryLimit | None, min_units: int
     ) -> None:
         self.sums = [0.0, *accumulate(map(float, times))]
         self.count = len(times)

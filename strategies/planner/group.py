@@ -9,7 +9,7 @@ from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
 from strategies.ir.program import Placement
 from strategies.plan import Overlap, Recompute
-from strategies.planner.cut import Room, balance_ranks, cut_chain
+from strategies.planner.cut import MemoryLimit, balance_ranks, cut_chain
 from strategies.planner.problem import (
     Candidate,
     Layout,
@@ -109,7 +109,7 @@ def _compute_bound(
     costs = _costs(problem, layout, units, recompute.inside)
     if not isinstance(costs, AnalyticCosts):
         return 0.0
-    table = costs.compute_alone()
+    table = costs.compute_only()
     return step_bound(placement, table, rules, _again(placement, table, recompute, rules))
 
 
@@ -203,7 +203,7 @@ def _table(
     table, buckets = _table(problem, layout, placement, units, False, selective)
     shared = frozenset(stage for stage, n in enumerate(buckets) if n)
     if isinstance(costs, AnalyticCosts):
-        return costs.shared_out(table, program, buckets, shared), buckets
+        return costs.with_sharded_optimizer(table, program, buckets, shared), buckets
     return costs.table_for(program, buckets, shared), buckets
 
 
@@ -272,12 +272,12 @@ def _leaner_cut(problem: Problem, layout: Layout, *, selective: bool) -> tuple[i
     return cut_chain(times, layout.pp, room=_room(problem, layout, selective=selective))
 
 
-def _room(problem: Problem, layout: Layout, *, selective: bool) -> Room:
+def _room(problem: Problem, layout: Layout, *, selective: bool) -> MemoryLimit:
     table = problem.unit_table(layout, selective=selective)
     assert table.state_bytes is not None
     assert table.activation_bytes is not None
     stages = range(layout.pp)
-    return Room(
+    return MemoryLimit(
         tuple(map(float, table.state_bytes)),
         tuple(map(float, table.activation_bytes)),
         tuple(float(min(layout.pp - stage, layout.num_microbatches)) for stage in stages),

@@ -29,8 +29,14 @@ from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.planner.cut import skips
 from strategies.planner.group import Group
 from strategies.planner.problem import Candidate, Layout, Order, Problem, memo
-from strategies.planner.quick_walk import StepTime, Structure, flatten, lists_of, step_time
 from strategies.planner.step_bound import Rules, step_bound
+from strategies.planner.step_time import (
+    OrderGraph,
+    StepTime,
+    build_order_graph,
+    compute_program,
+    step_time,
+)
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
 
@@ -89,7 +95,7 @@ class Refusal:
 
 
 # --------------------------------------------------------------------------------------- evaluation
-# Of one candidate of a problem; what is asked for twice is computed once.
+# Of one candidate of a problem; each result is computed once.
 
 
 def evaluate(problem: Problem, group: Group, order: Order, *, buffers: bool = False) -> Outcome:
@@ -240,15 +246,15 @@ def _rebuilt(problem: Problem, plan: Plan) -> tuple[dict[int, int], ...]:
 
 
 @memo
-def structure(problem: Problem, plan: Plan) -> Structure:
+def structure(problem: Problem, plan: Plan) -> OrderGraph:
     """A plan's lists, walked."""
-    return flatten(_lists(plan))
+    return build_order_graph(_lists(plan))
 
 
 @lru_cache(maxsize=1)
 def _lists(plan: Plan) -> Program:
-    """They take much memory; several questions about one candidate are asked in turn."""
-    return lists_of(plan)
+    """They take much memory; several questions about one candidate follow each other."""
+    return compute_program(plan)
 
 
 def lists_plan(group: Group, order: Order) -> Plan:
@@ -341,7 +347,7 @@ def needs_program(group: Group, order: Order) -> bool:
 
 _WAITING = 8  # Messages that have arrived early on the worst rank: more than was ever seen.
 _ROUNDS = 3
-"""Rounds of microbatches after which nobody holds more than before."""
+"""Rounds of microbatches after which no rank holds more than before."""
 
 Worst = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 """Of each rank its stages, and its counts at moments of which none is below another in all."""

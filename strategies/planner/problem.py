@@ -179,14 +179,14 @@ class Problem:
         return costs.table_for(alike, none, frozenset(), breakdown=False)
 
     def whole_compute(self, layout: Layout, *, selective: bool = False) -> CostTable:
-        """What the whole model computes as one stage, whoever sends, adds up and holds."""
+        """What the whole model computes as one stage, without what it sends, reduces and holds."""
         return self._whole_compute(layout.of_units, selective)
 
     @memo
     def _whole_compute(self, layout: Layout, selective: bool) -> CostTable:
         costs = self._cut(layout, [range(self.num_units)], selective=selective, sends=False)
         if isinstance(costs, AnalyticCosts):
-            return costs.compute_alone()
+            return costs.compute_only()
         return costs.table_for(draft(loop(1, 1)), (0,), frozenset(), breakdown=False)
 
     def whole_table(

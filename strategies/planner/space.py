@@ -116,7 +116,7 @@ def degrees(space: Space, problem: Problem) -> Iterator[tuple[int, int, int]]:
 
 
 def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[Layout]:
-    """Ways to cut the batch for these degrees; none where dp does not divide it."""
+    """Layouts of the batch for these degrees; none where dp does not divide it."""
     if space.global_batch_size % dp:
         return []
     rows = space.global_batch_size // dp
@@ -143,7 +143,7 @@ def expert_degrees(space: Space, problem: Problem, tp: int, dp: int) -> list[int
     """Degrees that divide the experts of a layer and the ranks of a stage.
 
     Where ranks that share matrices share those of each expert, the replicas are left to spread
-    experts over; where nobody knows how both go together, none.
+    experts over; none where both do not go together.
 
     Of these O2 tries none at all, the most ranks of a node, and the most of all: what lies between
     holds more and exchanges over the same links.

@@ -42,7 +42,7 @@ class StepTime(NamedTuple):
     exposed: float  # How long the last reduction outlasts the last compute.
 
 
-def step_time(structure: Structure, table: CostTable, *, overlap: bool) -> StepTime:
+def step_time(structure: OrderGraph, table: CostTable, *, overlap: bool) -> StepTime:
     """Makespan and period of one step.
 
     The table's ``reduce`` has one figure per bucket, all of a stage equal. With ``overlap``
@@ -92,14 +92,14 @@ def step_time(structure: Structure, table: CostTable, *, overlap: bool) -> StepT
     return StepTime(makespan, period, max(0.0, last_reduced - max(clocks.ranks)))
 
 
-def idle_share(structure: Structure, table: CostTable, makespan: float) -> float:
+def idle_share(structure: OrderGraph, table: CostTable, makespan: float) -> float:
     """The bubble ratio of a step."""
     durations = flat_durations(table)
     busy = sum(durations[index] for _, _, index, *_ in structure.steps)
     return 1.0 - busy / (structure.placement.num_ranks * makespan)
 
 
-def _gathers(structure: Structure, table: CostTable) -> list[ChannelStep]:
+def _gathers(structure: OrderGraph, table: CostTable) -> list[ChannelStep]:
     """The gathers of a step's beginning."""
     return [
         (structure.gather(rank, stage), rank, stage, -1, -1, 0.0, ())
@@ -118,7 +118,7 @@ _ROW = {kind: index for index, kind in enumerate(DURATION_ROWS)}
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class OrderGraph:
     """An order, walked.
 
     Attributes:
@@ -151,7 +151,7 @@ class Structure:
         return 2 * len(self.steps) + rank * self.placement.num_stages + stage
 
 
-def lists_of(plan: Plan) -> Program:
+def compute_program(plan: Plan) -> Program:
     """A plan's compute lists without a check.
 
     Raises:
@@ -163,7 +163,7 @@ def lists_of(plan: Plan) -> Program:
     return _recomputed(ordered, recompute, plan)
 
 
-def flatten(program: Program) -> Structure:
+def build_order_graph(program: Program) -> OrderGraph:
     """Walks a compute program without fused pairs.
 
     Raises:
@@ -264,7 +264,7 @@ def flatten(program: Program) -> Structure:
     def by(when: list[int], rank: int) -> tuple[int, ...]:
         return tuple(sorted(stages[rank], key=lambda stage: when[rank * num_stages + stage]))
 
-    return Structure(
+    return OrderGraph(
         draft=program.with_ranks(((),) * num_ranks),
         steps=tuple(steps),
         first_of_rank=tuple(offsets[:-1]),

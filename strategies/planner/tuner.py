@@ -56,7 +56,7 @@ def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
             key = (group.layout, group.recompute)
             if group.bound > worst * (1 + SAME):
                 refuse(Refusal(*key, "slower", step_time_s=group.bound, exact=False))
-                # Whether a policy fits is told by all its programs.
+                # Whether a policy fits, only all its programs show.
                 if key in best or refused[key].reason != "memory":
                     continue
             elif group.least_bytes > limit:

@@ -146,7 +146,7 @@ def find_schedule(name: str, *, file: ScheduleFile | None = None, pp: int = 1) -
         pp: The ranks that the file must be for.
 
     Raises:
-        PlanError: Nobody registered it; the message names the nearest ones. Or there is a file and
+        PlanError: It is not registered; the message names the nearest ones. Or there is a file and
             the schedule is not ``custom``, or the other way round.
         ProgramError: The file is wrong; the message has line and column.
     """

@@ -1,4 +1,4 @@
-"""Lists of a rank that serves two ways at once, written as the patterns that papers give.
+"""Lists of a rank that serves two directions at once, written as the patterns that papers give.
 
 Way 0 is the one in which the rank stands early: the pipe that starts at the nearer end (two opposed
 pipes), or the way out (a V). Way 1 is the other pipe, or the way back. A step is spelled
@@ -88,38 +88,38 @@ def _even_up(way: int, index: int) -> int:
     return 2 * index + 1 - way
 
 
-def demand_pairs(shape: Shape, name: str, *, rounds: int = 0) -> None:
+def require_even(shape: Shape, name: str, *, rounds: int = 0) -> None:
     """The rule of schedules with two opposed pipes: P even, M even and >= ``rounds`` * P.
 
     Raises:
         PlanError: It is broken; the message has the nearest values that work.
     """
-    pp, asked = shape.pp, shape.num_microbatches
+    pp, given = shape.pp, shape.num_microbatches
     if pp % 2:
         fixes = []
         for near in (pp - 1, pp + 1):
             if near >= 2:
-                works = _nearest_even(asked, rounds * near)
-                more = "" if asked in works else f" num_microbatches={works[-1]}"
+                works = _nearest_even(given, rounds * near)
+                more = "" if given in works else f" num_microbatches={works[-1]}"
                 fixes.append(f"pp={near}{more}")
         raise PlanError(
             f"pp={pp} is odd: {name} runs two opposed pipelines, which meet between two ranks. "
             f"Try {' or '.join(fixes)}."
         )
-    works = _nearest_even(asked, rounds * pp)
-    if asked not in works:
+    works = _nearest_even(given, rounds * pp)
+    if given not in works:
         least = f" >= {rounds} * pp = {rounds * pp}" if rounds else ""
         fixes = [f"num_microbatches={value}" for value in works]
         raise PlanError(
-            f"num_microbatches={asked}: {name} gives half of the microbatches to each of two "
+            f"num_microbatches={given}: {name} gives half of the microbatches to each of two "
             f"opposed pipelines and needs an even number{least}. Try {' or '.join(fixes)}."
         )
 
 
-def _nearest_even(asked: int, least: int) -> list[int]:
-    """Even numbers >= max(2, least) next to ``asked``, ascending; ``asked`` alone if it is one."""
+def _nearest_even(given: int, least: int) -> list[int]:
+    """Even numbers >= max(2, least) next to ``given``, ascending; ``given`` alone if it is one."""
     least = max(2, 2 * ceil(least / 2))
-    around = [asked] if asked % 2 == 0 else [asked - 1, asked + 1]
+    around = [given] if given % 2 == 0 else [given - 1, given + 1]
     return [value for value in around if value >= least] or [least]
 
 
@@ -132,7 +132,7 @@ def _nearest_even(asked: int, least: int) -> list[int]:
 # on rank r is the V's way back. The steps know neither stages nor microbatches.
 
 
-def dual_steps(*, rank: int, num_ranks: int, per_way: int) -> list[str]:
+def dualpipe_steps(*, rank: int, num_ranks: int, per_way: int) -> list[str]:
     """The pattern of one rank of the V.
 
     Args:
@@ -140,7 +140,7 @@ def dual_steps(*, rank: int, num_ranks: int, per_way: int) -> list[str]:
         num_ranks: R of the V; in DualPipe half of the ranks.
         per_way: N >= 2R, microbatches on each way.
 
-    >>> print(*dual_steps(rank=0, num_ranks=2, per_way=4))
+    >>> print(*dualpipe_steps(rank=0, num_ranks=2, per_way=4))
     F0 F0 F0 F1 I1 W F1 F0&B1 F1&B0 B1 F1&B0 B1 I0 W I0 W
     """
     inner = num_ranks - 1 - rank

@@ -22,8 +22,8 @@ forwards against them, at twice the memory); here one pattern goes on at no furt
 
 from __future__ import annotations
 
+from strategies.schedules.bidirectional import mirrored, require_even
 from strategies.schedules.schedule import Rows, Schedule, Shape, existing
-from strategies.schedules.two_way import demand_pairs, mirrored
 
 
 def order(shape: Shape) -> Rows:
@@ -48,7 +48,7 @@ def order(shape: Shape) -> Rows:
 
 
 def rule(shape: Shape) -> None:
-    demand_pairs(shape, "chimera")
+    require_even(shape, "chimera")
 
 
 CHIMERA = Schedule(

@@ -1,4 +1,4 @@
-"""Own schedules: an order that somebody wrote into a CSV file, a line per rank.
+"""Own schedules: an order in a user's CSV file, a line per rank.
 
     python -m launcher schedule=custom schedule.file=my.csv pp=2
 

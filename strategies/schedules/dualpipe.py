@@ -31,22 +31,22 @@ odd ones up.
 
 from __future__ import annotations
 
+from strategies.schedules.bidirectional import dualpipe_steps, mirrored, require_even
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.two_way import demand_pairs, dual_steps, mirrored
 
 
 def order(shape: Shape) -> Rows:
     """The eight steps, by distance to the nearer end."""
     return mirrored(
         shape.pp,
-        lambda distance: dual_steps(
+        lambda distance: dualpipe_steps(
             rank=distance, num_ranks=shape.pp // 2, per_way=shape.num_microbatches // 2
         ),
     )
 
 
 def rule(shape: Shape) -> None:
-    demand_pairs(shape, "dualpipe", rounds=2)
+    require_even(shape, "dualpipe", rounds=2)
 
 
 DUALPIPE = Schedule(

@@ -24,15 +24,15 @@ torch.distributed.pipelining's ScheduleDualPipeV.
 from __future__ import annotations
 
 from strategies.errors import PlanError
+from strategies.schedules.bidirectional import dualpipe_steps, number_steps
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.two_way import dual_steps, number_steps
 
 
 def order(shape: Shape) -> Rows:
     """The eight steps; way 0 goes out through stage r, way 1 comes back through 2P-1-r."""
     return tuple(
         number_steps(
-            dual_steps(rank=rank, num_ranks=shape.pp, per_way=shape.num_microbatches),
+            dualpipe_steps(rank=rank, num_ranks=shape.pp, per_way=shape.num_microbatches),
             stages=(rank, 2 * shape.pp - 1 - rank),
             microbatch=lambda _, index: index,
         )

@@ -31,7 +31,7 @@ from strategies.ir.kinds import Kind
 from strategies.ir.program import Program, chain, loop
 from strategies.schedules.rounds import grouped_order
 from strategies.schedules.schedule import Rows, Schedule, Shape, existing
-from strategies.schedules.search.weight_gaps import fill_gaps
+from strategies.schedules.search.weight_gaps import fill_bubbles_with_w
 
 
 def order(shape: Shape) -> Rows:
@@ -42,7 +42,7 @@ def order(shape: Shape) -> Rows:
     placement = loop(shape.pp, shape.stages_per_rank)
     links = chain(placement.num_stages)
     program = Program("interleaved_zb", placement, shape.num_microbatches, rows, links)
-    return fill_gaps(program, shape.durations).ranks
+    return fill_bubbles_with_w(program, shape.durations).ranks
 
 
 def _equal_costs(shape: Shape) -> Rows:

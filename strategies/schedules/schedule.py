@@ -124,7 +124,7 @@ class Schedule:
         repeats: Whether, from a few rounds of P or N microbatches on, a list for more of them only
             repeats what is in the middle: what ranks hold at their worst moment stays the same.
         num_microbatches: M, where the order exists for one number only; None for any.
-        usual: M where nobody says; None for 2 P.
+        usual: Default M; None for 2 P.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
         lateness: For a schedule without a flush, when it updates the weights; ``order`` is then
             that of any number of batches behind each other, 1F1B.
@@ -152,7 +152,7 @@ class Schedule:
         return self.lateness is None
 
     def usual_microbatches(self, pp: int) -> int:
-        """M where nobody says."""
+        """The default M."""
         return self.num_microbatches or self.usual or 2 * pp
 
     def resolve(
@@ -165,7 +165,7 @@ class Schedule:
         vertical_sync: bool = False,
         accumulation: int = 1,
     ) -> Shape:
-        """Fills defaults and checks what was asked against the schedule's rules.
+        """Fills defaults and checks the arguments against the schedule's rules.
 
         Raises:
             PlanError: A rule is broken; the message has the nearest value that works.
@@ -290,7 +290,7 @@ def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...
 
 
 # ------------------------------------------------------------------------------------ without flush
-# What training without a flush cannot be combined with, whoever asks for it.
+# What training without a flush cannot be combined with.
 
 
 def refuse_late(

@@ -66,12 +66,12 @@ def meant_schedule(word: str, known: Iterable[str]) -> str:
         known: The names that can be typed.
     """
     listed = tuple(known)
-    asked = _spellings(word)
+    spellings = _spellings(word)
     for name in listed:
-        if _plain(name) in asked:
+        if _plain(name) in spellings:
             return f" Did you mean schedule={name}?"
     for name, typed in SYNONYMS.items():
-        if typed.split()[0] in listed and _plain(name) in asked:
+        if typed.split()[0] in listed and _plain(name) in spellings:
             return f" Here it is called {typed.split()[0]}. Try schedule={typed}."
     return ""
 

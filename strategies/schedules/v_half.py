@@ -37,7 +37,7 @@ from strategies.schedules.search.best_order import (
     NEVER,
     blocks,
     by_makespan,
-    regular_or_best,
+    paper_order_or_best,
     regular_order,
 )
 
@@ -52,7 +52,9 @@ _RECIPES = (
 def order(shape: Shape) -> Rows:
     """The regular order for equal costs, else the best one found."""
     placement, cap = v(shape.pp), _cap(shape.pp)
-    return regular_or_best(shape, placement, _regular, cap=cap, recipes=_RECIPES, goal=by_makespan)
+    return paper_order_or_best(
+        shape, placement, _regular, cap=cap, recipes=_RECIPES, goal=by_makespan
+    )
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from strategies.ir.instruction import forward, input_gradient, weight_gradient
 from strategies.ir.program import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.search.best_order import blocks, by_makespan, regular_or_best
+from strategies.schedules.search.best_order import blocks, by_makespan, paper_order_or_best
 
 _RECIPES = blocks([(3.0, 3.0), (1.5, 1.5)], turns=[0.0], spares=[0, 1], patiences=[0.5])
 
@@ -34,7 +34,7 @@ _RECIPES = blocks([(3.0, 3.0), (1.5, 1.5)], turns=[0.0], spares=[0, 1], patience
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
     pp = shape.pp
-    return regular_or_best(
+    return paper_order_or_best(
         shape, loop(pp, 1), _regular, least=2 * pp - 1, cap=pp, recipes=_RECIPES, goal=by_makespan
     )
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from strategies.ir.program import loop
 from strategies.schedules.schedule import Rows, Schedule, Shape
-from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
+from strategies.schedules.search.best_order import blocks, by_period, paper_order_or_best
 from strategies.schedules.zb_h1 import split_1f1b
 
 _RECIPES = blocks([(3.0, 3.0), (1.0, 1.0)], turns=[0.0], spares=[0], patiences=[0.0, 0.5])
@@ -34,7 +34,7 @@ _RECIPES = blocks([(3.0, 3.0), (1.0, 1.0)], turns=[0.0], spares=[0], patiences=[
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
     pp = shape.pp
-    return regular_or_best(
+    return paper_order_or_best(
         shape,
         loop(pp, 1),
         _regular,

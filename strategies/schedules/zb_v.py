@@ -28,7 +28,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import v
 from strategies.schedules.schedule import Rows, Schedule, Shape, existing
-from strategies.schedules.search.best_order import blocks, by_period, regular_or_best
+from strategies.schedules.search.best_order import blocks, by_period, paper_order_or_best
 
 _RECIPES = (
     *blocks([(4.0, 2.0, 4.0, 2.0)], turns=[0.0], spares=[0, 1, 2, 4], patiences=[0.0, 0.5]),
@@ -40,7 +40,7 @@ _RECIPES = (
 def order(shape: Shape) -> Rows:
     """The paper's order for equal costs and enough microbatches, else the best one found."""
     pp = shape.pp
-    return regular_or_best(
+    return paper_order_or_best(
         shape, v(pp), _regular, least=2 * pp - 1, cap=2 * pp, recipes=_RECIPES, goal=by_period
     )
 

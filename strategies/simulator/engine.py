@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from strategies.analysis.timeline import Timeline
-from strategies.costs.table import Costs, CostTable, spans_alone, spans_in_turn
+from strategies.costs.table import Costs, CostTable, interleave, spans_alone
 from strategies.errors import CostError, ProgramError
 from strategies.ir.graph import Compute
 from strategies.ir.program import Program
@@ -110,7 +110,7 @@ def order_times(
 
 
 # ------------------------------------------------------------------------------------ the one pass
-# Steps are tuples, told apart by their length.
+# Steps are tuples that differ in length.
 
 Sent = tuple[int, int, int, int]
 """Like ``Message``: its SEND, its RECV, source rank * P + target rank, its boundary. As a step it
@@ -153,7 +153,7 @@ def run_lists(
     channel = list(clocks.channels)
     links = list(clocks.links)
     for step in steps:
-        if len(step) == 5:  # A tuple unpacks faster than it is asked for its type.
+        if len(step) == 5:  # A tuple's length is faster to read than its type.
             node, rank, index, needs, messages = step
             now = free[rank]
             for need in needs:
@@ -239,11 +239,11 @@ def _exchange(program: Program, table: CostTable, start: list[float], end: list[
         if duration not in known:
             parts = nodes[host].parts
             took = [table.of(part) for part in parts]
-            strands = table.strands(took, [p.stage for p in parts], [p.kind for p in parts])
+            computes = table.computes(took, [p.stage for p in parts], [p.kind for p in parts])
             if len(parts) > 1:
-                known[duration] = spans_in_turn(*strands)
+                known[duration] = interleave(*computes)
             else:
-                known[duration] = took[0], spans_alone(strands[0])
+                known[duration] = took[0], spans_alone(computes[0])
         whole, spans = known[duration]
         longer = (end[host] - start[host]) / whole if whole else 0.0
         begins, ends = spans[number] if number < len(spans) else (0.0, 0.0)

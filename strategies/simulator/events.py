@@ -11,10 +11,10 @@ need no core.
 
 Interfaces (``one_link``): one carries a second of transfer per second out and as much in, at the
 same time. A message uses its sender's way out and its receiver's way in; a reduction or gather uses
-both ways of its rank, as a ring over replicas does (all replicas do the same at the same time, so
+both ports of its rank, as a ring over replicas does (all replicas do the same at the same time, so
 one of them stands for all). Rates are max-min fair, as many TCP streams come to share a wire:
-nobody can have more without taking it from one who has no more. Messages of one ordered pair of
-ranks follow each other, a rank's channel takes one reduction at a time.
+no transfer can have more without taking it from one that has no more. Messages of one ordered pair
+of ranks follow each other, a rank's channel takes one reduction at a time.
 
 Steps that follow each other without a barrier are replayed together, because a rank's next step
 shares with the others' last one.
@@ -39,7 +39,7 @@ _ROUNDING = 1e-12
 
 Item = Compute | Channel | Message
 Spans = tuple[list[float], list[float]]
-_Way = tuple[Literal["out", "in"], int]
+_Port = tuple[Literal["out", "in"], int]
 
 
 def run_events(
@@ -77,7 +77,7 @@ class _Flow:
 
     place: int
     message: Message | None
-    ways: tuple[_Way, _Way]
+    ports: tuple[_Port, _Port]
     left: float  # seconds at full rate
     rate: float = 0.0
 
@@ -305,17 +305,17 @@ class _Replay:
 
 
 def _share(flows: list[_Flow]) -> None:
-    """Max-min fair rates: the fullest way divides what it has left, then the next one."""
-    left: dict[_Way, float] = {way: 1.0 for flow in flows for way in flow.ways}
+    """Max-min fair rates: the fullest port divides what it has left, then the next one."""
+    left: dict[_Port, float] = {port: 1.0 for flow in flows for port in flow.ports}
     waiting = list(flows)
     while waiting:
-        users: dict[_Way, int] = {}
+        users: dict[_Port, int] = {}
         for flow in waiting:
-            for way in flow.ways:
-                users[way] = users.get(way, 0) + 1
-        rate, way = min((left[way] / count, way) for way, count in users.items())
-        for flow in [flow for flow in waiting if way in flow.ways]:
+            for port in flow.ports:
+                users[port] = users.get(port, 0) + 1
+        rate, port = min((left[port] / count, port) for port, count in users.items())
+        for flow in [flow for flow in waiting if port in flow.ports]:
             flow.rate = rate
             waiting.remove(flow)
-            for used in flow.ways:
+            for used in flow.ports:
                 left[used] -= rate

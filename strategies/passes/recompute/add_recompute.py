@@ -18,8 +18,8 @@ from strategies.passes.recompute.mario import (
     remove_redundancy,
 )
 from strategies.passes.recompute.optimal import (
-    keep_in_turn,
-    keep_what_fits,
+    recompute_periodically,
+    recompute_to_fit,
     recompute_within,
 )
 from strategies.passes.recompute.starts import weights_at_once
@@ -67,7 +67,7 @@ def add_recompute(
 
     def within(room: tuple[int, ...]) -> Program:
         if period is not None:
-            return verify(keep_in_turn(program, room, period))
+            return verify(recompute_periodically(program, room, period))
         return recompute_within(program, table, room, reorder=reorder)
 
     if recompute.max_full_activations is not None:
@@ -89,7 +89,7 @@ def mario_order(
     *,
     check: Callable[[Program], Program] = verify,
 ) -> Program:
-    """The first of Mario's four passes, as many as asked for.
+    """The first of Mario's four passes, as many as requested.
 
     ``check``: what each result goes through. Searches look at hundreds of orders and check none:
     the one that is chosen is compiled like any.
@@ -159,7 +159,7 @@ def _within_memory(
         return program
     room = []
     for rank, activations in enumerate(_peaks(program, table)):
-        # Everything but activations, as far as it can be told before there is an order.
+        # Everything but activations, as far as it is known before there is an order.
         beside = (plain[rank] or 0) - activations
         stages = program.placement.stages_of(rank)
         largest = max(1, *(table.activation_bytes[stage] for stage in stages))
@@ -175,7 +175,7 @@ def _within_memory(
             break
         room = [max(1, places - (rank in over)) for rank, places in enumerate(room)]
     # Orders made for one activation store many inputs; the schedule's own stores fewer.
-    own = keep_what_fits(weights_at_once(program), (1,) * program.placement.num_ranks)
+    own = recompute_to_fit(weights_at_once(program), (1,) * program.placement.num_ranks)
     if own is not None and max(_known(held(own))) < max(_known(needed)):
         found, needed = verify(own), held(own)
         if max(_known(needed)) <= limit:

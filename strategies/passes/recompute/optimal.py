@@ -1,7 +1,8 @@
 """Recomputes no more than a memory limit demands, in an order made for it.
 
-Several orders (``starts``) are timed, with as few pairs recomputed as fit (``keep_what_fits``), and
-a local search improves those that are not much slower than the schedule's own. The fastest result
+Several orders (``starts``) are timed, with as few pairs recomputed as fit
+(``recompute_to_fit``), and a local search improves those that are not much slower than the
+schedule's own. The fastest result
 wins, of equal ones that with less recomputation. What the search makes of an order does not depend
 on which other orders there are, so one order more never makes the result slower.
 """
@@ -44,7 +45,7 @@ def recompute_within(
     Raises:
         PlanError: ``reorder`` is off and the order itself needs more room.
     """
-    own = keep_what_fits(program, room)
+    own = recompute_to_fit(program, room)
     if not reorder:
         if own is None:
             raise _too_small(program, room)
@@ -72,7 +73,7 @@ def _starts(program: Program, table: CostTable, room: tuple[int, ...]) -> list[P
     One order does not push another out: how slow is too slow depends on the own orders alone.
     """
     rows = zip(program.ranks, room, strict=True)
-    tight = [_given_up(row, places) != set() for row, places in rows]
+    tight = [_choose_recomputed(row, places) != set() for row, places in rows]
     early = forwards_early(program, table, tight)
     ahead = preposed(program, table)
     timely = [weights_in_time(order, room) for order in (program, ahead)]
@@ -86,19 +87,19 @@ def _starts(program: Program, table: CostTable, room: tuple[int, ...]) -> list[P
 def _fitted(orders: list[Program], room: tuple[int, ...]) -> list[Program]:
     """With what must be recomputed, as they are and with each W right behind its I."""
     variants = [each for order in orders for each in (order, weights_at_once(order))]
-    fitted = [keep_what_fits(order, room) for order in dict.fromkeys(variants)]
+    fitted = [recompute_to_fit(order, room) for order in dict.fromkeys(variants)]
     return [order for order in fitted if order is not None]
 
 
 def _too_small(program: Program, room: tuple[int, ...]) -> PlanError:
     """For an order that has several backwards under way at once, as late Ws do."""
     ranks, crossed = len(room), program.placement.stages_per_microbatch
-    asked = min(room)
-    places = next(n for n in count(asked) if keep_what_fits(program, (n,) * ranks) is not None)
+    least = min(room)
+    places = next(n for n in count(least) if recompute_to_fit(program, (n,) * ranks) is not None)
     return PlanError(
         f"recompute=optimal: {program.schedule} keeps the order of its file, which has "
         f"{places} backwards under way on a rank at once; each needs its whole activation, and "
-        f"there is room for {asked}. Try recompute.max_full_activations={places / crossed:g}."
+        f"there is room for {least}. Try recompute.max_full_activations={places / crossed:g}."
     )
 
 
@@ -113,7 +114,7 @@ def _too_small(program: Program, room: tuple[int, ...]) -> PlanError:
 Pair = tuple[int, int | None]
 
 
-def keep_what_fits(program: Program, room: tuple[int, ...]) -> Program | None:
+def recompute_to_fit(program: Program, room: tuple[int, ...]) -> Program | None:
     """The program with an R before the backwards of those pairs that find no place.
 
     ``room`` is per rank, in pairs. None where no choice fits: the order has more backwards under
@@ -121,14 +122,14 @@ def keep_what_fits(program: Program, room: tuple[int, ...]) -> Program | None:
     """
     rows = []
     for row, places in zip(program.ranks, room, strict=True):
-        again = _given_up(row, places)
+        again = _choose_recomputed(row, places)
         if again is None:
             return None
         rows.append(_with_recompute(row, again))
     return program.with_ranks(tuple(rows))
 
 
-def keep_in_turn(program: Program, room: tuple[int, ...], period: int) -> Program:
+def recompute_periodically(program: Program, room: tuple[int, ...], period: int) -> Program:
     """The same for F and B in turn without a flush, alike in every ``period`` of microbatches.
 
     Of d pairs under way on a rank, a forward that is run again has d - 1 behind it, of which all
@@ -158,7 +159,7 @@ def _in_turn(number: int, kept: int, period: int) -> bool:
     return (number % period + 1) * kept // period > number % period * kept // period
 
 
-def _given_up(row: tuple[Instruction, ...], places: int) -> set[Pair] | None:
+def _choose_recomputed(row: tuple[Instruction, ...], places: int) -> set[Pair] | None:
     backward = {_pair(p): i for i, item in enumerate(row) for p in item.parts if _backward(p)}
     split = {_pair(part) for item in row for part in item.parts if part.kind is Kind.I}
     again: set[Pair] = set()

@@ -13,7 +13,7 @@ from strategies.planner.shardings.operators import (
     Operator,
     OperatorGraph,
 )
-from strategies.planner.shardings.prices import LIGHT_SHARE, Prices, light_operators, pattern_of
+from strategies.planner.shardings.prices import LIGHT_SHARE, Prices, pattern_of, small_operators
 from strategies.planner.shardings.search import Found, Search
 from strategies.sharding_plan import FoundPlan, LayerShare, matches
 
@@ -23,7 +23,7 @@ _SHOWN_US = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Ban:
+class Excluded:
     """A way to cut layers that does not work, and why.
 
     Attributes:
@@ -55,20 +55,20 @@ class Planner:
 
     def __init__(self, graph: OperatorGraph, prices: Prices) -> None:
         self.graph = graph
-        self.prices = replace(prices, light=light_operators(graph))
+        self.prices = replace(prices, light=small_operators(graph))
         self._search = Search(graph, self.prices)
 
-    def found(self, bans: Sequence[Ban] = ()) -> FoundPlan:
+    def found(self, bans: Sequence[Excluded] = ()) -> FoundPlan:
         """The best plan without what is banned."""
         return self.solved(bans).plan
 
-    def solved(self, bans: Sequence[Ban] = ()) -> Solved:
+    def solved(self, bans: Sequence[Excluded] = ()) -> Solved:
         """The same, and what each operator does."""
         banned = self._numbers(bans)
         best = self._search.best(banned)
         small = self._too_small(best, banned)
         if small:
-            bans = (*bans, *(Ban(p, _too_little(), ("column", "row")) for p in small))
+            bans = (*bans, *(Excluded(p, _too_little(), ("column", "row")) for p in small))
             best = self._search.best(self._numbers(bans))
         return Solved(self._plan(best.picks, self._rows(best.picks), bans), best.picks)
 
@@ -90,7 +90,7 @@ class Planner:
             return None
         return self._plan(best.picks, self._rows(best.picks), ())
 
-    def _numbers(self, bans: Sequence[Ban]) -> set[tuple[int, int]]:
+    def _numbers(self, bans: Sequence[Excluded]) -> set[tuple[int, int]]:
         return {
             (number, index)
             for number, operator in enumerate(self.graph.operators)
@@ -127,7 +127,7 @@ class Planner:
         return found
 
     def _plan(
-        self, picks: Sequence[int], rows: Sequence[LayerShare], bans: Sequence[Ban]
+        self, picks: Sequence[int], rows: Sequence[LayerShare], bans: Sequence[Excluded]
     ) -> FoundPlan:
         graph, prices = self.graph, self.prices
         seconds = sum(
@@ -136,7 +136,7 @@ class Planner:
         seconds += sum(prices.entrance(graph.values[v])[0] for v in self._entered(picks))
         whole = prices.whole(graph)
         if not any(picks):
-            seconds = whole  # Ranks that share nothing wait for nobody.
+            seconds = whole  # Ranks that share nothing do not wait.
         before = self._weights([0] * len(picks))
         now = self._weights(picks)
         unknown: dict[tuple[str, str], float] = {}
@@ -155,10 +155,10 @@ class Planner:
             weight_bytes_whole=before,
             unknown=tuple((*key, took) for key, took in unknown.items()),
         )
-        told = (*self._reasons(plan, bans), *self._own_weights(picks, before))
-        return replace(plan, reasons=told)
+        reasons = (*self._reasons(plan, bans), *self._own_weights(picks, before))
+        return replace(plan, reasons=reasons)
 
-    def _reasons(self, plan: FoundPlan, bans: Sequence[Ban]) -> Iterator[str]:
+    def _reasons(self, plan: FoundPlan, bans: Sequence[Excluded]) -> Iterator[str]:
         if not plan.worth:
             yield (
                 f"nothing is worth cutting over {plan.tp} ranks: tp=1 is as good. "
@@ -249,7 +249,7 @@ class Planner:
         return [rows[name] for name in single if name in rows]
 
     def _counted(self) -> set[int]:
-        """Operators whose weights nobody before them has."""
+        """Operators whose weights no earlier one has."""
         counted: set[str] = set()
         found = set()
         for number, operator in enumerate(self.graph.operators):

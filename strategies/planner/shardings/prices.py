@@ -11,7 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat, half_round, sharers
+from strategies.costs.hardware import (
+    ElementSizes,
+    Hardware,
+    NumberFormat,
+    reduce_scatter_seconds,
+    sharers,
+)
 from strategies.costs.kernels import Product, Work, unit_seconds
 from strategies.planner.shardings.operators import (
     Choice,
@@ -53,7 +59,7 @@ class Prices:
         rows: Of a microbatch, over those of the graph: all that is no weight grows with them.
         sizes: Bytes of elements.
         num_microbatches: Of a step: what is sent once per step is spread over them.
-        light: Operators that ``worth`` compares with replicas; see ``light_operators``.
+        light: Operators that ``worth`` compares with replicas; see ``small_operators``.
     """
 
     hardware: Hardware
@@ -94,7 +100,7 @@ class Prices:
             return self.of(operator, choice).seconds
         summed = self._message(Message("sum", operator.weights, backward=True, once=True))[0]
         started = self._message(Message("sum", 0.0, backward=True, once=True))[0]
-        # All gradients go in a few large messages: nobody waits for the start of one of his own.
+        # All gradients go in a few large messages: none pays for a start of its own.
         alone = self._computing(operator, choice) / (1.0 + self.hardware.lockstep_loss)
         return alone / self.tp + summed - started
 
@@ -116,7 +122,7 @@ class Prices:
         rounds = 2 if message.kind == "sum" else 1
         key = (message.kind, size, message.once)
         if key not in self._known:
-            half = half_round(self.hardware, sharers(self.hardware, self.tp), size)
+            half = reduce_scatter_seconds(self.hardware, sharers(self.hardware, self.tp), size)
             often = self.num_microbatches if message.once else 1
             self._known[key] = rounds * half / often
         return self._known[key], rounds * size * (self.tp - 1) / self.tp
@@ -172,8 +178,8 @@ class Prices:
 LIGHT_SHARE = 0.03
 
 
-def light_operators(graph: OperatorGraph) -> frozenset[int]:
-    """Operators that nobody shares for their weights' sake: light layers, and what follows them.
+def small_operators(graph: OperatorGraph) -> frozenset[int]:
+    """Operators whose weights alone are no reason to shard them: light layers and what follows.
 
     Layers count together that have one pattern of names and one size, and then those of one parent
     that are light each: an attention's four matrices. Tables by ids are never light: what comes of

@@ -45,7 +45,7 @@ class UnitCut:
         forward_sums: Elements per row of a microbatch that a forward adds up over the ranks, tensor
             by tensor; a gather, which takes half as long, counts half.
         backward_sums: The same of a backward.
-        kernels: All its operations on one rank, for the microbatch that was asked for.
+        kernels: All its operations on one rank, for the given microbatch.
     """
 
     work: float = 1.0

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from strategies.ir.program import Placement, Program, chain
 from strategies.schedules.schedule import Durations, Rows, Shape
-from strategies.schedules.search.greedy import Guide, Policy, Walked, walk
+from strategies.schedules.search.greedy import Policy, Priorities, Walked, walk
 from strategies.schedules.search.lanes import F, I, Lanes, StepRows, W, lanes_of, next_of
 from strategies.schedules.search.weight_gaps import times_of
 
@@ -22,7 +22,7 @@ Recipe = Callable[[Lanes, Durations], Policy]
 Goal = Callable[[Walked], tuple[float, float]]
 Regular = Callable[[int, int], Rows]  # of P and M
 
-# As ``Policy.spare``: forwards never fill idle time, because no cap leaves so much free.
+# As ``Policy.spare``, which no cap can meet: forwards never fill idle time.
 NEVER = 1_000_000
 
 # A search may walk this many instructions, well under a second's worth; a policy's rank among the
@@ -73,7 +73,7 @@ def best_order(
     return lanes.rows(_best(orders, durations, goal))
 
 
-def regular_or_best(
+def paper_order_or_best(
     shape: Shape,
     placement: Placement,
     regular: Regular,
@@ -162,7 +162,7 @@ def _following(placement: Placement, regular: Regular) -> list[Recipe]:
 
 
 @lru_cache(maxsize=64)
-def _guide(placement: Placement, num_microbatches: int, regular: Regular) -> Guide:
+def _guide(placement: Placement, num_microbatches: int, regular: Regular) -> Priorities:
     lanes = lanes_of(placement, num_microbatches)
     program = _program(placement, num_microbatches, regular)
     start, _ = times_of(program, equal_durations(placement))
@@ -171,7 +171,7 @@ def _guide(placement: Placement, num_microbatches: int, regular: Regular) -> Gui
     for (kind, lane, index), time in zip(steps, start, strict=True):
         begun[kind][lane][index] = time
     forward, backward, _ = (tuple(map(tuple, each)) for each in begun)
-    return Guide(forward, backward)
+    return Priorities(forward, backward)
 
 
 @lru_cache(maxsize=16)
@@ -235,7 +235,7 @@ class Block:
     turn: float = 0.0
 
 
-def repeat(block: Block, lanes: Lanes, durations: Durations) -> Guide:
+def repeat(block: Block, lanes: Lanes, durations: Durations) -> Priorities:
     """The guide by which one microbatch enters per period, the work of the slowest rank.
 
     The block has as many rows as a rank has stages.
@@ -268,4 +268,4 @@ def repeat(block: Block, lanes: Lanes, durations: Durations) -> Guide:
         )
         for kind in (F, I)
     )
-    return Guide(forward, backward)
+    return Priorities(forward, backward)

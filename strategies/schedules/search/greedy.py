@@ -1,9 +1,9 @@
 """Generates an order for given durations: a greedy walk through simulated time.
 
-All ranks run at once. A rank that is free takes what its ``Guide`` names next, the F or I of least
-nominal time for which there is memory. If that has not arrived, the rank fills the time with
-something else that is ready, W last, provided it does not delay the guide's choice by too much. If
-a forward is next but memory is full, a W is run to free some.
+All ranks run at once. A rank that is free takes what its ``Priorities`` name next, the F or I of
+least nominal time for which there is memory. If that has not arrived, the rank fills the time with
+something else that is ready, W last, provided it does not delay that choice by too much. If a
+forward is next but memory is full, a W is run to free some.
 
 Memory never deadlocks: on every rank, the pairs (stage, microbatch) held by a stage and those below
 it leave one free pair for each of the rank's higher stages. Suppose all ranks were stuck, and take
@@ -37,7 +37,7 @@ NominalTimes = tuple[tuple[float, ...], ...]  # per lane and index
 
 
 @dataclass(frozen=True, slots=True)
-class Guide:
+class Priorities:
     """In which order ranks would like to run their F and I: by nominal time, in any unit.
 
     Attributes:
@@ -59,7 +59,7 @@ class Policy:
             guide's choice, as far as the arrival of that is known.
     """
 
-    guide: Guide
+    guide: Priorities
     spare: int = 0
     patience: float = 0.0
 

@@ -1,6 +1,6 @@
 """Puts weight gradients into the time in which a rank waits: a list scheduler for W alone.
 
-Nobody waits for a W but the optimizer, so it may run at any time after its I. Everything else keeps
+Only the optimizer waits for a W, so it may run at any time after its I. Everything else keeps
 its order on each rank, which is why no choice made here can deadlock: a rank that cannot go on has
 run all its Ws, and then stands where the program with each W right behind its I stands too.
 """
@@ -24,7 +24,7 @@ from strategies.simulator.engine import order_times
 _OVERHANGS = (0.0, 0.5, 1.0)
 
 
-def fill_gaps(program: Program, durations: Durations) -> Program:
+def fill_bubbles_with_w(program: Program, durations: Durations) -> Program:
     """Moves Ws into idle time; all else keeps its order on each rank.
 
     Never slower than the given program. Each rank holds at most what the fullest rank of the given

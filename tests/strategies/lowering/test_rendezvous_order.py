@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from strategies import UniformCosts, compile_program
 from strategies.compiler import compile_compute
 from strategies.ir import verify
-from strategies.lowering.send_recv import add_messages, order_messages
+from strategies.lowering.send_recv import add_messages, order_for_rendezvous
 from strategies.passes.updates import accumulate_only
 from strategies.plan import Plan
 from strategies.simulator.engine import replay
@@ -16,7 +16,7 @@ def lowered(plan, latency):
     """The compute program, in producer-time order and as chosen, and their times."""
     program = accumulate_only(compile_compute(plan))
     table = UniformCosts(p2p=latency, transport="rendezvous").table(program)
-    by_producer, chosen = add_messages(program, table), order_messages(program, table)
+    by_producer, chosen = add_messages(program, table), order_for_rendezvous(program, table)
     times = [max(replay(candidate, table)[1]) for candidate in (by_producer, chosen)]
     return program, chosen, times
 

@@ -8,7 +8,7 @@ from strategies.compiler import compile_compute, compile_plan
 from strategies.ir import Kind, Program, verify
 from strategies.ir.program import Boundary, bidirectional, loop, v
 from strategies.ir.text import format_instruction, parse_instruction
-from strategies.lowering.send_recv import add_messages, on_this_rank, release_points
+from strategies.lowering.send_recv import add_messages, localize_edges, release_points
 from strategies.passes.updates import accumulate_only, add_grad_reduce, add_steps, forward_only
 from tests.strategies.programs import lines, plans, texts, written
 
@@ -280,7 +280,7 @@ def test_in_a_training_program_every_activation_is_let_go_within_the_step(schedu
 
 
 def seen(text, placement):
-    return format_instruction(on_this_rank(parse_instruction(text), placement))
+    return format_instruction(localize_edges(parse_instruction(text), placement))
 
 
 def test_a_gradient_from_another_rank_is_known_by_its_receive():

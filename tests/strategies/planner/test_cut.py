@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from launcher.workloads.transformer_shape import TransformerShape, unit_specs
 from strategies.errors import PlanError
 from strategies.ir.program import loop, v
-from strategies.planner.cut import Room, balance, balance_ranks, by_counts, cut_chain
+from strategies.planner.cut import MemoryLimit, balance, balance_ranks, by_counts, cut_chain
 
 
 def all_cuts(count: int, stages: int) -> list[tuple[int, ...]]:
@@ -61,7 +61,7 @@ def test_under_a_memory_limit_it_is_the_fastest_cut_that_fits(units, stages, lim
     stages = min(stages, len(units))
     times, state, kept = (list(map(float, column)) for column in zip(*units, strict=True))
     held = tuple(float(stages - stage) for stage in range(stages))
-    room = Room(tuple(state), tuple(kept), held, (float(limit),) * len(held))
+    room = MemoryLimit(tuple(state), tuple(kept), held, (float(limit),) * len(held))
     fitting = [cut for cut in all_cuts(len(units), stages) if room.holds(cut)]
     found = cut_chain(times, stages, room=room)
     if not fitting:

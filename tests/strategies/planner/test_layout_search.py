@@ -268,8 +268,10 @@ def test_where_optimal_finds_no_order_nobody_knows_what_it_needs():
 
 def test_orders_are_walked_once_for_many_cost_tables(monkeypatch):
     asked, walked = problem(6), []
-    walk = outcome.flatten
-    monkeypatch.setattr(outcome, "flatten", lambda lists: walked.append(lists) or walk(lists))
+    walk = outcome.build_order_graph
+    monkeypatch.setattr(
+        outcome, "build_order_graph", lambda lists: walked.append(lists) or walk(lists)
+    )
     space = Space(8, 16, pp=4, schedule="1f1b", microbatch_size=1, level="O2")
     times = set()
     for tp, pp, dp in degrees(space, asked):
@@ -317,7 +319,7 @@ def test_stages_that_only_hand_on_more_are_timed_once_where_that_takes_no_time(n
     sent = [load.output_elements for load in alone.stages]
     assert sent == [loads(1, 1, False)[end - 1].output_elements for end in (4, 6, 8, 10)]
     again = AnalyticCosts(alone.stages, machine.hardware, sizes=machine.sizes)
-    assert alone.compute_alone() == again.compute_alone()
-    assert costs.compute_alone().forward[1] == alone.compute_alone().forward[1]
+    assert alone.compute_only() == again.compute_only()
+    assert costs.compute_only().forward[1] == alone.compute_only().forward[1]
     timed = len(grown.known.durations)
     assert timed == (5 if num_sms is None else 4)

@@ -15,7 +15,7 @@ from strategies.errors import PlanError
 from strategies.lowering.send_recv import add_messages
 from strategies.plan import Overlap, Plan, Recompute, num_buckets
 from strategies.planner.outcome import bytes_between, rank_bytes, shortened, worst_moments
-from strategies.planner.quick_walk import flatten, lists_of, step_time
+from strategies.planner.step_time import build_order_graph, compute_program, step_time
 from strategies.schedules import SCHEDULES
 from strategies.simulator.engine import simulate
 from tests.strategies.planner.models import MACHINE
@@ -64,8 +64,8 @@ def test_times_and_bytes_are_those_of_the_compiled_program(
     if programs.choice is not None:
         plan = replace(plan, group=programs.choice.group)
     timeline = simulate(programs.train, costs)
-    lists = lists_of(plan)
-    structure = flatten(lists)
+    lists = compute_program(plan)
+    structure = build_order_graph(lists)
     shared = frozenset(range(stages)) if overlap == "zero1" else frozenset()
     table = costs.table_for(structure.draft, buckets, shared)
     times = step_time(structure, table, overlap=overlap != "none")
@@ -102,7 +102,7 @@ def test_a_few_rounds_tell_what_ranks_hold(name, pp, microbatches, stages_per_ra
     program = compile_plan(plan).train
     table = costs.table(program)
     held = peak_bytes(program, table)
-    few = lists_of(shortened(plan))
+    few = compute_program(shortened(plan))
     assert rank_bytes(worst_moments(few), table) == pytest.approx(held, abs=1)
     exact = [found.total for found in peak_memory(program, table)]
     message = max(load.output_elements for load in loads) * 4
@@ -112,7 +112,7 @@ def test_a_few_rounds_tell_what_ranks_hold(name, pp, microbatches, stages_per_ra
     bounds = bytes_between(worst_moments(few), table.memory)
     least, most = (max(each) for each in zip(*bounds, strict=True))
     assert least <= max(exact) <= most
-    times = step_time(flatten(lists_of(plan)), table, overlap=False)
+    times = step_time(build_order_graph(compute_program(plan)), table, overlap=False)
     timeline = simulate(program, costs)
     assert times.makespan == pytest.approx(timeline.makespan, rel=1e-12)
     assert times.period == pytest.approx(timeline.period, rel=1e-12)

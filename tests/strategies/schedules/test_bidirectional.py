@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from strategies.errors import PlanError
+from strategies.schedules.bidirectional import dualpipe_steps, mirrored, number_steps, require_even
 from strategies.schedules.schedule import Shape
-from strategies.schedules.two_way import demand_pairs, dual_steps, mirrored, number_steps
 
 
 def words(row):
@@ -57,21 +57,21 @@ def test_mirrored_ranks_do_the_same_in_opposite_pipes():
 )
 def test_what_does_not_pair_up_is_refused_with_the_nearest_that_does(pp, microbatches, rounds, fix):
     with pytest.raises(PlanError) as error:
-        demand_pairs(Shape(pp, microbatches, 2), "twofold", rounds=rounds)
+        require_even(Shape(pp, microbatches, 2), "twofold", rounds=rounds)
     assert "twofold" in str(error.value)
     assert str(error.value).endswith(fix)
 
 
 @pytest.mark.parametrize(("pp", "microbatches", "rounds"), [(2, 2, 0), (4, 8, 2), (6, 4, 0)])
 def test_what_pairs_up_passes(pp, microbatches, rounds):
-    demand_pairs(Shape(pp, microbatches, 2), "twofold", rounds=rounds)
+    require_even(Shape(pp, microbatches, 2), "twofold", rounds=rounds)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_each_way_runs_all_microbatches_forward_and_back(num_ranks):
     for per_way in (2 * num_ranks, 2 * num_ranks + 1, 5 * num_ranks):
         for rank in range(num_ranks):
-            steps = dual_steps(rank=rank, num_ranks=num_ranks, per_way=per_way)
+            steps = dualpipe_steps(rank=rank, num_ranks=num_ranks, per_way=per_way)
             count = Counter(part for step in steps for part in step.split("&"))
             for way in "01":
                 assert count["F" + way] == count["B" + way] + count["I" + way] == per_way
@@ -79,7 +79,7 @@ def test_each_way_runs_all_microbatches_forward_and_back(num_ranks):
 
 
 def test_the_rank_at_the_turn_does_not_fuse_its_first_backward():
-    assert " ".join(dual_steps(rank=1, num_ranks=2, per_way=4)) == (
+    assert " ".join(dualpipe_steps(rank=1, num_ranks=2, per_way=4)) == (
         "F0 F1 F0 F1 F0 B1 F1&B0 F0&B1 F1&B0 B1 B0 I1 I0 W W"
     )
 
@@ -87,8 +87,8 @@ def test_the_rank_at_the_turn_does_not_fuse_its_first_backward():
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_more_microbatches_only_lengthen_the_main_part(num_ranks):
     for rank in range(num_ranks):
-        short = dual_steps(rank=rank, num_ranks=num_ranks, per_way=2 * num_ranks)
-        longer = dual_steps(rank=rank, num_ranks=num_ranks, per_way=2 * num_ranks + 1)
+        short = dualpipe_steps(rank=rank, num_ranks=num_ranks, per_way=2 * num_ranks)
+        longer = dualpipe_steps(rank=rank, num_ranks=num_ranks, per_way=2 * num_ranks + 1)
         grown = Counter(longer) - Counter(short)
         assert grown == Counter(["F0&B1", "F1&B0"])
         assert len(longer) == len(short) + 2

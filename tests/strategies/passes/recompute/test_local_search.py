@@ -10,7 +10,7 @@ from strategies.ir.program import recomputed_pairs
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.recompute.local_search import TimedLists, improve, makespan
 from strategies.passes.recompute.mario import apply_checkpoint, overlap_recompute
-from strategies.passes.recompute.optimal import keep_what_fits
+from strategies.passes.recompute.optimal import recompute_to_fit
 from strategies.passes.recompute.starts import (
     forwards_early,
     weights_at_once,
@@ -91,7 +91,7 @@ def test_what_is_improved_keeps_its_instructions_and_its_room(schedule, options)
     costs = UniformCosts(p2p=0.05, **options)
     program = compile_compute(Plan(schedule, 4, 8, costs=costs))
     table, room = costs.table(program), (2 * program.placement.stages_per_rank,) * 4
-    start = keep_what_fits(weights_at_once(program), room)
+    start = recompute_to_fit(weights_at_once(program), room)
     found = verify(improve(start, table, room, goal=0.0))
     assert makespan(found, table) < makespan(start, table)
     assert all(
@@ -118,6 +118,6 @@ def test_a_w_comes_earlier_where_its_place_is_needed_and_no_other():
     program = written("0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2", num_microbatches=3)
     found = verify(weights_in_time(program, (2,)))
     assert texts(found) == ["0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"]
-    assert keep_what_fits(program, (2,)) is None
-    assert keep_what_fits(found, (2,)) == found
+    assert recompute_to_fit(program, (2,)) is None
+    assert recompute_to_fit(found, (2,)) == found
     assert weights_in_time(program, (3,)) == program

@@ -17,7 +17,7 @@ from strategies.ir import Kind, verify
 from strategies.ir.program import bidirectional, loop, v
 from strategies.passes.recompute import optimal
 from strategies.passes.recompute.local_search import makespan
-from strategies.passes.recompute.optimal import keep_what_fits, recompute_within
+from strategies.passes.recompute.optimal import recompute_to_fit, recompute_within
 from strategies.passes.recompute.starts import sibling_orders
 from strategies.plan import Plan, Recompute, ScheduleFile
 from strategies.schedules import SCHEDULES
@@ -236,21 +236,21 @@ def test_an_order_from_a_file_that_cannot_fit_says_what_it_takes():
 
 def test_nothing_is_recomputed_where_all_fits():
     program = compile_compute(Plan("1f1b", 4, 8))
-    assert keep_what_fits(program, (4, 3, 2, 1)) == program
+    assert recompute_to_fit(program, (4, 3, 2, 1)) == program
 
 
 def test_the_pair_whose_backward_comes_last_gives_its_place_up():
     program = written("0F0 0F1 0F2 0B0 0B1 0B2", num_microbatches=3)
-    found = keep_what_fits(program, (2,))
+    found = recompute_to_fit(program, (2,))
     assert texts(verify(found)) == ["0F0 0F1 0F2 0B0 0B1 0R2 0B2"]
     assert peak_activations(found) == (2,)
 
 
 def test_a_split_backward_holds_until_its_w():
     program = written("0F0 0I0 0F1 0I1 0W0 0W1", num_microbatches=2)
-    assert keep_what_fits(program, (1,)) is None
+    assert recompute_to_fit(program, (1,)) is None
     tight = written("0F0 0F1 0I0 0W0 0I1 0W1", num_microbatches=2)
-    assert texts(keep_what_fits(tight, (1,))) == ["0F0 0F1 0I0 0W0 0R1 0I1 0W1"]
+    assert texts(recompute_to_fit(tight, (1,))) == ["0F0 0F1 0I0 0W0 0R1 0I1 0W1"]
 
 
 def siblings(schedule, pp=4, microbatches=8, **options):

@@ -9,7 +9,7 @@ from strategies.lowering.send_recv import add_messages
 from strategies.passes.updates import add_steps
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.best_order import NEVER, equal_durations
-from strategies.schedules.search.greedy import Guide, Policy, generate
+from strategies.schedules.search.greedy import Policy, Priorities, generate
 from strategies.schedules.search.lanes import lanes_of
 from tests.strategies.schedules.timed_orders import uneven_durations
 
@@ -20,7 +20,7 @@ PLACEMENTS = st.one_of(
 )
 
 
-def in_turn(placement: Placement, num_microbatches: int) -> Guide:
+def in_turn(placement: Placement, num_microbatches: int) -> Priorities:
     """Microbatch after microbatch, each forwards and then backwards."""
     lanes = lanes_of(placement, num_microbatches)
     span = 2 * placement.num_stages
@@ -31,7 +31,7 @@ def in_turn(placement: Placement, num_microbatches: int) -> Guide:
             for lane, size in enumerate(lanes.size)
         )
 
-    return Guide(times(lambda stage: stage), times(lambda stage: span - 1 - stage))
+    return Priorities(times(lambda stage: stage), times(lambda stage: span - 1 - stage))
 
 
 def most_held(program: Program) -> list[int]:
@@ -66,7 +66,7 @@ def test_whatever_the_guide_asks_for_nothing_deadlocks_and_no_rank_holds_more_th
         )
 
     policy = Policy(
-        Guide(wishes(), wishes()),
+        Priorities(wishes(), wishes()),
         spare=data.draw(st.sampled_from([0, 1, 3, NEVER])),
         patience=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
     )

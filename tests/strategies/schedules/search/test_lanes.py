@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from strategies.ir.program import Program, bidirectional, chain, loop, v
 from strategies.schedules.schedule import Durations
-from strategies.schedules.search.greedy import Guide, Policy, walk
+from strategies.schedules.search.greedy import Policy, Priorities, walk
 from strategies.schedules.search.lanes import F, I, W, lanes_of, next_of
 from strategies.schedules.search.weight_gaps import times_of
 from strategies.schedules.zb_v import ZB_V
@@ -52,7 +52,7 @@ def test_times_are_those_of_the_simulator(data, placement, microbatches):
     random = data.draw(st.randoms(use_true_random=False))
     wishes = tuple(tuple(sorted(random.uniform(0, 9) for _ in range(n))) for n in lanes.size)
     walked = walk(
-        lanes, durations, caps=(9,) * len(lanes.of_rank), policy=Policy(Guide(wishes, wishes))
+        lanes, durations, caps=(9,) * len(lanes.of_rank), policy=Policy(Priorities(wishes, wishes))
     )
     order = timed(placement, microbatches, lanes.rows(walked.steps), durations)
     assert walked.makespan == pytest.approx(order.timeline.makespan)
