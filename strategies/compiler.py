@@ -181,9 +181,6 @@ def order_compute(plan: Plan) -> Program:
 
     What is chosen is compiled and verified like any plan. Neither ``split_backward`` nor
     ``recompute`` of the plan are applied; fused pairs are taken apart unless they gain.
-
-    Raises:
-        PlanError: The plan breaks a rule of its schedule.
     """
     with no_collection():
         compute, _ = _ordered(plan)
@@ -194,21 +191,12 @@ def order_compute(plan: Plan) -> Program:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The plan's entry in the registry, or its file as one.
-
-    Raises:
-        PlanError: There is no such schedule, or its file is for other ranks.
-        ProgramError: Its file is wrong; the message has line and column.
-    """
+    """The plan's entry in the registry, or its file as one."""
     return find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
 
 
 def check_plan(plan: Plan) -> Shape:
-    """Its shape, after all that can be refused without making a program.
-
-    Raises:
-        PlanError: Its parts do not go together.
-    """
+    """Its shape, after all that can be refused without making a program."""
     schedule, shape = schedule_of(plan), resolve_shape(plan)
     if not schedule.synchronous:
         _refuse_stream(plan, schedule.name)
@@ -218,11 +206,7 @@ def check_plan(plan: Plan) -> Shape:
 
 
 def resolve_shape(plan: Plan) -> Shape:
-    """The plan's degrees with defaults filled in, checked against its schedule's rules.
-
-    Raises:
-        PlanError: A rule is broken.
-    """
+    """The plan's degrees with defaults filled in, checked against its schedule's rules."""
     schedule = schedule_of(plan)
     refuse_late(schedule, error_feedback=plan.error_feedback)
     return schedule.resolve(

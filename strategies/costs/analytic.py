@@ -123,11 +123,7 @@ class AnalyticCosts:
             )
 
     def table(self, program: Program) -> CostTable:
-        """Durations in seconds.
-
-        Raises:
-            CostError: The loads are for another number of stages.
-        """
+        """Durations in seconds."""
         return self.table_for(program, *reduced_and_gathered(program, len(self.stages)))
 
     def table_for(

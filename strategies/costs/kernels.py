@@ -108,11 +108,7 @@ class Seconds(NamedTuple):
 def unit_seconds(
     work: Work, hardware: Hardware, sizes: ElementSizes, number_format: NumberFormat
 ) -> Seconds:
-    """Of a unit: by a card's multiprocessors, or where it says none, by FLOPs and bytes alone.
-
-    Raises:
-        CostError: The card has no peak for the number format.
-    """
+    """Of a unit: by a card's multiprocessors, or where it says none, by FLOPs and bytes alone."""
     card = _Card(hardware, number_format, sizes.activation)
     forward = sum(map(card.product, work.products))
     inputs = sum(card.product(p._replace(columns=p.inner, inner=p.columns)) for p in work.products)

@@ -37,11 +37,7 @@ class ProfiledCosts:
     assumed: AnalyticCosts
 
     def table(self, program: Program) -> CostTable:
-        """Durations in seconds.
-
-        Raises:
-            CostError: The stages are others than the program's, or the size was not measured.
-        """
+        """Durations in seconds."""
         return self.table_for(program, *reduced_and_gathered(program, len(self.stages)))
 
     def table_for(
@@ -52,11 +48,7 @@ class ProfiledCosts:
         *,
         breakdown: bool = True,
     ) -> CostTable:
-        """The table of a program that has no reductions yet; see ``AnalyticCosts.table_for``.
-
-        Raises:
-            CostError: The microbatch size was not measured.
-        """
+        """The table of a program that has no reductions yet; see ``AnalyticCosts.table_for``."""
         figures = self.profile.at(self.microbatch_size)
         links = self._with(self.profile.messages).table_for(program, buckets, gathered)
         reductions = self._with(self.profile.reductions).table_for(program, buckets, gathered)

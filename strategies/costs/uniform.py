@@ -169,11 +169,7 @@ class UniformCosts:
                     )
 
     def table(self, program: Program) -> CostTable:
-        """Durations of a program.
-
-        Raises:
-            CostError: As ``check_sizes``.
-        """
+        """Durations of a program."""
         placement = program.placement
         self.check_sizes(placement)
         count = placement.num_stages

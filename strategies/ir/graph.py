@@ -57,11 +57,7 @@ class Graph:
 
 
 def ordered(program: Program) -> Graph:
-    """The program's dependencies with a linear extension.
-
-    Raises:
-        DeadlockError: There is none.
-    """
+    """The program's dependencies with a linear extension."""
     graph = program.dependencies
     return replace(graph, order=_walk(program, graph))
 

@@ -20,11 +20,7 @@ from strategies.ir.program import Program, recomputed_pairs
 
 
 def build_dependencies(program: Program) -> Graph:
-    """The graph without an order: for those who walk it under other rules.
-
-    Raises:
-        ProgramError: A value is missing, made twice, or of no use.
-    """
+    """The graph without an order: for those who walk it under other rules."""
     nodes = tuple(item for row in program.ranks for item in row)
     rank = tuple(r for r, row in enumerate(program.ranks) for _ in row)
     offsets = tuple(accumulate(map(len, program.ranks), initial=0))

@@ -131,9 +131,6 @@ def needed_bytes(problem: Problem, group: Group, order: Order, limit: int) -> in
     """What the worst rank needs, messages and temporaries included.
 
     Exact where it is close to the limit, else on the same side of it.
-
-    Raises:
-        PlanError: recompute=optimal finds no order.
     """
     if group.table.memory is None or needs_program(group, order):
         return max(held.total for held in full_memory(problem, group, order))
@@ -149,11 +146,7 @@ def needed_bytes(problem: Problem, group: Group, order: Order, limit: int) -> in
 
 @memo
 def full_memory(problem: Problem, group: Group, order: Order) -> tuple[RankMemory, ...]:
-    """What each rank holds at its worst moment, messages and temporaries included.
-
-    Raises:
-        PlanError: recompute=optimal finds no order.
-    """
+    """What each rank holds at its worst moment, messages and temporaries included."""
     if not needs_program(group, order):
         return _messaged_memory(group, order)
     program = program_of(group, order)

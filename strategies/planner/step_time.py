@@ -152,11 +152,7 @@ class OrderGraph:
 
 
 def compute_program(plan: Plan) -> Program:
-    """A plan's compute lists without a check.
-
-    Raises:
-        PlanError: The plan breaks a rule of its schedule.
-    """
+    """A plan's compute lists without a check."""
     recompute = plan.recompute
     bare = replace(plan, recompute=NO_RECOMPUTE) if recompute.rewrites else plan
     ordered = compile_compute(bare) if plan.split_backward else order_compute(bare)
