@@ -177,7 +177,7 @@ def _compute(plan: Plan, period: int | None, held: Held | None = None) -> Progra
 
 
 def order_compute(plan: Plan) -> Program:
-    """The schedule's bare order without a check, for searches that look at hundreds of them.
+    """The schedule's bare order without a check, for searches that look at dozens of them.
 
     What is chosen is compiled and verified like any plan. Neither ``split_backward`` nor
     ``recompute`` of the plan are applied; fused pairs are taken apart unless they gain.
