@@ -46,6 +46,7 @@ from strategies.sharding_plan import FoundPlan
 
 _NAMED = 3  # units, in a message
 
+
 @runtime_checkable
 class HasUnits(Protocol):
     """The explicit protocol; see the module docstring."""

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -385,11 +385,9 @@ def _writes(func: Function, args: Args, kwargs: Kwargs) -> bool:
 @functools.cache
 def _place_of_inplace(func: Function) -> int | None:
     """Where ``inplace`` stands among the arguments of a function of torch.nn.functional."""
-    try:
-        names = list(inspect.signature(func).parameters)
-    except (TypeError, ValueError):
-        return None  # Written in C++: such have names that end in an underscore.
-    return names.index("inplace") if "inplace" in names else None
+    with suppress(TypeError, ValueError):  # It is written in C++, or has no such argument.
+        return list(inspect.signature(func).parameters).index("inplace")
+    return None
 
 
 def _refuse_lost_write(name: str, args: Args) -> None:

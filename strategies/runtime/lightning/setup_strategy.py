@@ -29,6 +29,7 @@ from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_engine import Engine
+from strategies.runtime.lightning.agreement.epoch_ends import EpochEnds
 from strategies.runtime.lightning.agreement.same_module import (
     agree_on_cut,
     agree_on_module,
@@ -46,7 +47,6 @@ from strategies.runtime.lightning.data_order import (
     shard,
     undisturbed,
 )
-from strategies.runtime.lightning.epoch_ends import EpochEnds
 from strategies.runtime.lightning.hooks.hook_state import HookState, count_replicas
 from strategies.runtime.lightning.hooks.hook_watch import Listings, OwnBackward
 from strategies.runtime.lightning.hooks.overridden_hooks import OverriddenHooks

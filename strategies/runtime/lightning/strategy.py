@@ -33,12 +33,12 @@ from strategies.models.replay.side_effects import SideEffectError, watched
 from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError
 from strategies.plan import Options, Plan
 from strategies.runtime.engine.rank_passes import PassResult
+from strategies.runtime.lightning.agreement.epoch_ends import ends_loader
 from strategies.runtime.lightning.checkpoints.stock_file import serve_folders
 from strategies.runtime.lightning.checkpoints.whole_state import StateOnSight, bring_together
 from strategies.runtime.lightning.data_order import (
     catch_up,
 )
-from strategies.runtime.lightning.epoch_ends import ends_loader
 from strategies.runtime.lightning.hooks.epoch_metrics import EPOCH, STEP
 from strategies.runtime.lightning.hooks.hook_state import (
     ALIKE,

@@ -21,7 +21,7 @@ from strategies.errors import DataError
 from strategies.models.logs import Replicas, share_metrics
 from strategies.models.stage_model import LogCall, Mode
 from strategies.runtime.engine.rank_engine import Engine
-from strategies.runtime.lightning.epoch_ends import EpochEnds
+from strategies.runtime.lightning.agreement.epoch_ends import EpochEnds
 from strategies.runtime.lightning.hooks.epoch_metrics import (
     EPOCH,
     STEP,
