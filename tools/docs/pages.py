@@ -36,6 +36,7 @@ def made(*, quick: bool = False) -> Iterator[tuple[Path, str]]:
         quick: Leave out what takes seconds: the schedules' pages, and blocks of long simulations.
     """
     from tools.docs import (
+        core_page,
         front_page,
         lever_table,
         lightning_page,
@@ -52,6 +53,7 @@ def made(*, quick: bool = False) -> Iterator[tuple[Path, str]]:
     yield DOCS / "reference" / "lightning.md", lightning_page.lightning_page()
     blocks: Mapping[str, Callable[[], str]] = {
         "gpu_badge": front_page.gpu_badge,
+        "kinds": core_page.kinds_table,
         "memory_levers": lever_table.lever_table,
         "prediction_errors": front_page.prediction_errors,
         "schedules": schedule_pages.schedule_table,
@@ -62,7 +64,11 @@ def made(*, quick: bool = False) -> Iterator[tuple[Path, str]]:
     }
     if quick:
         blocks = {name: make for name, make in blocks.items() if name not in _SLOW}
-    for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+    for path in [
+        ROOT / "README.md",
+        ROOT / "strategies" / "README.md",
+        *sorted(DOCS.rglob("*.md")),
+    ]:
         text = path.read_text(encoding="utf-8")
         if _BLOCK.search(text):
             yield path, _BLOCK.sub(lambda found: _filled(found, blocks), text)
