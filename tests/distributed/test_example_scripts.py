@@ -38,7 +38,7 @@ LEARNED: dict[str, tuple[str, float, float]] = {
     "gan.py": ("seen", 0.3, 0.69),  # from ln 2 = 0.69
     "llama_lora.py": ("loss", 0.0, 5.4),  # from ln 256 = 5.5
 }
-SHORT = 4  # steps of an everyday run, which has the figure, and has not learned yet
+SHORT = 2  # steps of an everyday run, which has the figure, and has not learned yet
 PAGE = ROOT / "docs" / "guides" / "examples.md"
 COMMANDS = (
     "own_schedule.py", "csv_order.sh", "sweep.sh", "slurm_array.sh", "resume_elsewhere.sh",

@@ -329,9 +329,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     for _, state in modules:
         for value in state.values():
-            if type(value) in PLAIN:
+            of: Any = type(value)
+            if of in PLAIN:
                 continue
-            kind = _container_kind(type(value))
+            kind = _container_kind(of)
             if kind is not None and not kind.__len__(value):
                 empty.append((value, kind))  # most hooks of most modules
             else:

@@ -6,6 +6,7 @@ JSON summary; fails where what is left behind cannot be loaded, or is a mixture 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -64,14 +65,15 @@ def die_at(count: int) -> None:
         setattr(os, name, wrap(getattr(os, name)))
 
 
-def every_call(folder: Path, target: str) -> int:
-    """Kills a save at each of its calls in turn; returns how many there were."""
+def every_call(folder: Path, target: str, stride: int = 1) -> int:
+    """Kills a save at each of its calls in turn, or at one of ``stride``.
+
+    Returns how many calls there were, up to the next one of those.
+    """
     first, second = folder / "first.ckpt", folder / target
     before = folder.with_name("before.ckpt")
     save(Saver(Exchange(None)), before, 1)
-    count = 0
-    while True:
-        count += 1
+    for count in itertools.count(1, stride):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         shutil.copytree(before, first)
@@ -90,7 +92,8 @@ def every_call(folder: Path, target: str) -> int:
         assert step_in(second) == 3
         assert sorted(os.listdir(folder)) == sorted({first.name, target}), os.listdir(folder)
         if code == 0:
-            return count - 1
+            break
+    return count - 1
 
 
 def at_random(folder: Path, kills: int, seed: int = 0) -> int:
@@ -167,7 +170,9 @@ def main() -> None:
         kind, _, count = word.partition("=")
         folder = Path(sys.argv[1]) / kind / "checkpoints"
         if kind == "calls":
-            found[kind] = [every_call(folder, name) for name in NAMES[: int(count)]]
+            found[kind] = [every_call(folder, name) for name in NAMES]
+        elif kind == "every":
+            found[kind] = every_call(folder, NAMES[0], stride=int(count))
         else:
             found[kind] = {"random": at_random, "ranks": one_of_two}[kind](folder, int(count))
     print(json.dumps(found))  # noqa: T201
