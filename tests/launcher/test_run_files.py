@@ -237,7 +237,14 @@ class TestASimulation:
         assert panels(simulated.folder) == ["predicted"]
         json.loads((simulated.folder / "trace.json").read_text())
 
-    @pytest.mark.parametrize("words", [["costs=uniform"], ["costs=analytic"], ["model=gpt3_13b"]])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["costs=analytic"],
+            pytest.param(["costs=uniform"], marks=pytest.mark.full),
+            pytest.param(["model=gpt3_13b"], marks=pytest.mark.full),
+        ],
+    )
     def test_needs_no_torch(self, words, tmp_path):
         program = (
             "import sys\n"

@@ -111,7 +111,11 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STEPS)
+# Every day without the two that take longest: their kinds of layers are in others, too.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.full if n in ("unet", "vit") else ()) for n in STEPS],
+)
 def test_units_add_up_to_what_a_real_step_takes(name):
     module, batches = build(name)
     rows = count_rows(batches[0])
