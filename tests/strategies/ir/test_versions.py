@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from strategies.errors import ProgramError
@@ -62,6 +64,12 @@ def test_shares_are_gathered_before_they_are_read(old, new, message):
     assert verify(stashed(GATHERED))
     with pytest.raises(ProgramError, match=message):
         verify(stashed(GATHERED.replace(old, new)))
+
+
+def test_of_a_stage_all_versions_are_gathered_or_none():
+    assert verify(stashed(re.sub(r" 1GATHER#\d", "", GATHERED)))
+    with pytest.raises(ProgramError, match="0F2#2 needs 0GATHER#2, which no rank runs"):
+        verify(stashed(GATHERED.replace(" 0GATHER#2", "")))
 
 
 def test_the_error_knows_its_place():
