@@ -33,7 +33,7 @@ class Elsewhere(nn.Module):
 
 
 class _NoParameters(dict[str, Any]):
-    """Those of a unit that is not here; a copy, of which nobody hears, is a plain dict."""
+    """Those of a unit that is not here; a copy is a plain dict."""
 
     def __init__(self, listed: Callable[[], None]) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ class UnitModel(StageModel):
         return self._held.parameter_names
 
     def on_listing(self, listed: Callable[[str], None]) -> None:
-        """``listed`` is called when somebody lists parameters that are not here, with what is."""
+        """``listed`` is called when parameters are listed that are not here, with what is."""
         here = [self._units[index].name for index in self._runs]
         more = ", ..." if len(here) > _NAMED else ""
         what = f"{len(here)} of {len(self._units)} units ({', '.join(here[:_NAMED])}{more})"

@@ -1,9 +1,9 @@
 """torchtitan's and NeMo AutoModel's configurations: which schedule of torch they ask for.
 
 TOML, YAML, a module of configurations in Python, a script with flags: the keys of a pipeline are
-found by their names, whatever stands around them; no file is run. A key that stands twice has its
-last value. Both frameworks name a schedule of torch.distributed.pipelining or a CSV file of
-computations, and torch adds the messages itself.
+found by their names, whatever stands around them; no file is run. Of flags the last one holds; a
+file that gives a key of the pipeline two values is refused. Both frameworks name a schedule of
+torch.distributed.pipelining or a CSV file of computations, and torch adds the messages itself.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def read_torch_config(
     """
     if path.suffix == ".py":
         text = _function(text, name, chosen)
+    _refuse_several(text, name)
     values = _values(text)
     if not any(map(_is_of_pipelines, values)):
         raise PlanError(
@@ -64,6 +65,19 @@ def read_torch_config(
 
 def _is_of_pipelines(key: str) -> bool:
     return key.startswith((_TITAN, "pp_"))
+
+
+def _refuse_several(text: str, name: str) -> None:
+    """Refuses a file with several configurations, of which nothing says which one is meant."""
+    first: dict[str, str] = {}
+    for match in _KEY.finditer(_COMMENT.sub("", text)):
+        key, value = match[1], match[2].strip("\"'")
+        flag = match[0].startswith("--") or not _is_of_pipelines(key)
+        if not flag and first.setdefault(key, value) != value:
+            raise PlanError(
+                f"{name} sets {key} to {shown(first[key])} and to {shown(value)}, so it has "
+                "several configurations. Leave one of them in a copy of it."
+            )
 
 
 def _values(text: str) -> dict[str, str]:
@@ -81,11 +95,11 @@ def _values(text: str) -> dict[str, str]:
 
 def _function(text: str, name: str, chosen: str | None) -> str:
     """The text of one function of a module, or the whole if one configuration is all it has."""
-    parts = re.split(r"(?m)^(?=(?:async )?def |class |@)", text)
+    parts = re.split(r"(?m)^(?=[ \t]*def )", text)
     named = {
         match[1]: part
         for part in parts
-        if (match := re.match(r"def (\w+)", part)) and _TITAN in part
+        if (match := re.match(r"[ \t]*def (\w+)", part)) and _TITAN in part
     }
     if chosen in named:
         return named[chosen]

@@ -10,7 +10,7 @@ from strategies.models.stage_model import Mode
 from strategies.runtime.messages.mesh import Coordinates
 
 Ends = tuple[int | None, bool, int | None]
-"""Batches of the epoch, None if nobody knows; whether this is the last; rows of the next one."""
+"""Batches of the epoch, None if unknown; whether this is the last; rows of the next one."""
 
 DIVIDE = (
     "Divide data of your own by trainer.distributed_sampler_kwargs (the replica's rank and "

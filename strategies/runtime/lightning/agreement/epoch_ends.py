@@ -91,7 +91,7 @@ class EpochEnds:
         return ends
 
     def untold(self, trainer: pl.Trainer) -> None:
-        """The step sends no message, so nobody hears of ``now``."""
+        """The step sends no message, so no rank gets what ``now`` has returned."""
         mode = _mode_of(trainer)
         self._newest[mode] = self._newest[mode][0], False
 

@@ -126,6 +126,11 @@ def test_parts_of_a_model_are_its_stages(tmp_path: Path):
         ("t.yaml", "pp_size: ${nowhere.at.all}\n", "'\\${nowhere.at.all}', and must be a whole"),
         ("t.yaml", "model: x\n", "says nothing of a pipeline"),
         ("c.py", "x = 1\n", "says nothing of a pipeline"),
+        ("c.py", "class C:\n  def a(self):\n    f(pipeline_parallel_degree=2)\n"
+         "  def b(self):\n    f(pipeline_parallel_degree=4)\n", r"2 configurations .*Try .*py:a"),
+        ("c.py", "A = f(pipeline_parallel_degree=2)\nB = f(pipeline_parallel_degree=4)\n",
+         "sets pipeline_parallel_degree to '2' and to '4'"),
+        ("t.yaml", "a:\n  pp_size: 2\nb:\n  pp_size: 4\n", "sets pp_size to '2' and to '4'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_message(name: str, text: str, told: str, tmp_path: Path):
