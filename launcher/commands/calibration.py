@@ -24,7 +24,8 @@ from launcher.config import LaunchConfig
 from launcher.config.check import check_range
 from launcher.config.decode import brings_own, decode
 from launcher.config.key import keys_of
-from launcher.config.pipeline import ASSUMED, AUTO, QUICK, HardwareConfig, ProfileConfig
+from launcher.config.pipeline import ASSUMED, AUTO, QUICK, HardwareConfig
+from launcher.config.reference import reference
 from launcher.planning.hardware_fit import hardware_values
 from launcher.planning.profile_check import fingerprint, rank_threads, this_machine
 from launcher.planning.question import planned_gpus
@@ -48,8 +49,6 @@ from strategies.small_file import FileRefusedError, read_json
 VARIABLE = "FOLDPIPE_CALIBRATION"
 _MODES = ("train", "simulate", "validate", "plan")
 _MOST_BYTES = 1 << 20
-# Its layers are of a laptop's size; two sizes of microbatches tell FLOPs from what comes beside.
-_LAYERS, _VOCAB, _SIZES, _ITERATIONS = 4, 256, (1, 2), 3
 
 
 class _UnmeasuredError(Exception):
@@ -175,7 +174,7 @@ def _measured(config: LaunchConfig, ranks: int) -> HardwareConfig:
     room = num_gpus() if gpu else max(1, num_cores() // threads)
     # A link needs two; more ranks than cores take turns in the simulator, not here.
     world = min(ranks, max(2, room))
-    run = resolve(_reference(config, world))
+    run = resolve(reference(config, world))
     environment = rank_environment(world, threads)
     try:
         with tempfile.TemporaryDirectory(prefix="foldpipe-calibration-") as name:
@@ -214,22 +213,3 @@ def _values(
     values["stage_overhead_s"] += end_s
     values["intra_latency_s"] = max(0.0, values["intra_latency_s"] - 2 * end_s)
     return values
-
-
-def _reference(config: LaunchConfig, world: int) -> LaunchConfig:
-    """A profile of the reference model, on so many replicas, computed in as ``config`` does."""
-    default = LaunchConfig()
-    return replace(
-        default,
-        mode="profile",
-        dp=world,
-        model=replace(default.model, layers=_LAYERS, vocab=_VOCAB),
-        trainer=replace(
-            default.trainer,
-            precision=config.trainer.precision,
-            accelerator=config.trainer.accelerator,
-            float32_matmul_precision=config.trainer.float32_matmul_precision,
-        ),
-        cluster=replace(default.cluster, backend=config.cluster.backend),
-        profile=ProfileConfig(microbatch_sizes=_SIZES, iterations=_ITERATIONS),
-    )

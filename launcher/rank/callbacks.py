@@ -27,6 +27,7 @@ from strategies.runtime.lightning.strategy import PipelineStrategy
 from strategies.runtime.step.recorder import StepStats
 
 _MOST_NAME = 200
+_SYNC_S = 1.0  # between two times that rows are sure to be on the disk
 _FIRST_COLUMNS = ("step", "epoch", "train_loss", "val_loss", "lr", "grad_norm", "step_time_s",
                   "elapsed_s", "tokens_per_s", "mfu", "bubble_ratio", "exposed_grad_reduce_s",
                   "peak_memory_bytes_max", "skipped_steps")  # fmt: skip
@@ -41,12 +42,17 @@ def pipeline(trainer: pl.Trainer) -> PipelineStrategy:
 
 @dataclass
 class MetricsFile:
-    """``metrics.csv``: a row per logged step, on disk when ``write`` returns."""
+    """``metrics.csv``: a row per logged step.
+
+    What ``write`` has written stays when the process is killed; a machine that loses its power
+    loses the last second. The first rank does not wait for its disk in every step.
+    """
 
     path: Path
     _columns: list[str] = field(default_factory=list)
     _rows: list[dict[str, Any]] = field(default_factory=list)
     _last: int | None = None  # where the row begins that is to be replaced
+    _synced: float = -math.inf  # when the disk had all rows
 
     def write(self, row: Mapping[str, Any], *, complete: bool = True) -> None:
         """Appends a row; a name not seen before adds a column to the whole file.
@@ -77,8 +83,9 @@ class MetricsFile:
                 stream.write("".join(self._lines([row])).encode())
                 stream.truncate()
                 stream.flush()
-                if complete:
+                if complete and time.monotonic() > self._synced + _SYNC_S:
                     os.fsync(stream.fileno())
+                    self._synced = time.monotonic()
         self._last = None if complete else at
 
     def go_on(self, step: int) -> float:

@@ -73,7 +73,7 @@ def run(task: dict[str, Any], run_dir: Path) -> None:
     heartbeat.tell(str(run_dir), watch_s=resolved.config.trainer.watchdog_s)
     _quiet()
     jobs: dict[str, Callable[[Run, Path, str | None], dict[str, Any]]] = {
-        "train": _train,
+        "train": train,
         "eval": _evaluate,
         "predict": _predict,
         "generate": _generate,
@@ -204,7 +204,10 @@ def build_data(run: Run) -> pl.LightningDataModule:
 _OF_LOADERS = (RuntimeError, OSError, EOFError)
 
 
-def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
+def train(
+    run: Run, run_dir: Path, checkpoint: str | None, more: Sequence[Callback] = ()
+) -> dict[str, Any]:
+    """Trains; ``more`` callbacks come last. Returns what rank 0 reports."""
     config, given = run.config, run.config.trainer
     pl.seed_everything(config.seed, workers=True, verbose=False)
     folder = run_dir / "checkpoints"
@@ -244,7 +247,7 @@ def _train(run: Run, run_dir: Path, checkpoint: str | None) -> dict[str, Any]:
     )
     callbacks += [closing, stopping]
     data = build_data(run)
-    callbacks += build_own_callbacks(run)
+    callbacks += [*build_own_callbacks(run), *more]
     trainer = _trainer(
         run,
         run_dir,
