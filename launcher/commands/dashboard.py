@@ -70,9 +70,8 @@ def sections() -> list[Section]:
     def pair(title: str, name: str) -> LinePlot:
         return lines(title, f"measured/{name}", f"predicted/{name}")
 
-    def ranks(which: str) -> LinePlot:
-        pattern = f"{which}/peak_memory_bytes/.*"
-        return wr.LinePlot(title=f"{which} peak memory", x=AXIS, metric_regex=pattern)
+    def ranks(title: str, name: str) -> LinePlot:
+        return wr.LinePlot(title=title, x=AXIS, metric_regex=f"{name}/.*")
 
     layout = ("schedule", "pp", "dp", "tp", "num_microbatches")
     summary = ("predicted/step_time_s", "measured/step_time_s", "measured/bubble_ratio",
@@ -98,7 +97,11 @@ def sections() -> list[Section]:
             pair("bubble", "bubble_ratio"),
             pair("exposed reduction", "exposed_grad_reduce_s"),
         ],
-        "Memory per rank": [ranks("measured"), ranks("predicted")],
+        "Memory per rank": [
+            ranks("measured peak memory (GPU)", "measured/peak_memory_bytes"),
+            ranks("predicted peak memory", "predicted/peak_memory_bytes"),
+            ranks("growth of the process (CPU)", "measured/process_growth_bytes"),
+        ],
         "Sweep": [
             wr.ParallelCoordinatesPlot(title="parallel coordinates", columns=columns),
             wr.ScatterPlot(title="predicted and measured step time", x=predicted, y=measured),

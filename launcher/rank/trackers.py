@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -34,7 +35,7 @@ from launcher.report.tracked import (
     row_metrics,
     summary_metrics,
 )
-from launcher.resolve import Run
+from launcher.resolve import Run, uses_gpu
 from launcher.secrets import has_wandb_key
 from strategies.analysis.timeline import Timeline
 from strategies.errors import CheckpointError, PlanError, install_words
@@ -68,6 +69,7 @@ class Tracked:
         self._repeated: dict[str, float] = {}
         self._panel: Panel | None = None
         self._upload: str | None = None
+        self._on_gpu = _on_gpu(run)
 
     def start(self) -> None:
         """Sends the prediction, and says where wandb keeps the run."""
@@ -85,7 +87,7 @@ class Tracked:
 
     def row(self, row: Mapping[str, Any], peaks: Sequence[int]) -> None:
         """Sends a row of metrics.csv; ``peaks``: bytes, per pipeline rank."""
-        metrics = row_metrics(row, peaks) | self._repeated
+        metrics = row_metrics(row, peaks, on_gpu=self._on_gpu) | self._repeated
         for logger in self._loggers:
             logger.log_row(metrics, int(row["step"]))
         self._beside(self._checkpoints)
@@ -315,18 +317,24 @@ class TensorBoardRows(Rows, TensorBoardLogger):
 
     Attributes:
         request: What ``hparams.yaml`` has whole, and HPARAMS in part.
+        on_gpu: Whether an allocator measures memory.
     """
 
     request: Mapping[str, Any] = MappingProxyType({})
+    on_gpu = False
 
     def log_row(self, metrics: Mapping[str, Any], step: int | None) -> None:
         TensorBoardLogger.log_metrics(self, metrics, step)
 
     def begin(self, metrics: Mapping[str, Any]) -> None:
         self._add_table(metrics, 0)
-        names = ("step_time_s", "bubble_ratio", "exposed_grad_reduce_s", "peak_memory_bytes/.*")
-        pairs = {name: [f"measured/{name}", f"predicted/{name}"] for name in names}
-        charts = {name.partition("/")[0]: ["Multiline", tags] for name, tags in pairs.items()}
+        names = ["step_time_s", "bubble_ratio", "exposed_grad_reduce_s"]
+        names += ["peak_memory_bytes/.*"] if self.on_gpu else []
+        tags = {name: [f"measured/{name}", f"predicted/{name}"] for name in names}
+        if not self.on_gpu:  # They count other bytes, so each has a chart.
+            alone = ("predicted/peak_memory_bytes/.*", "measured/process_growth_bytes/.*")
+            tags |= {name.partition("/")[2]: [name] for name in alone}
+        charts = {name.partition("/")[0]: ["Multiline", tags[name]] for name in tags}
         self.experiment.add_custom_scalars({"predicted and measured": charts})
         self.experiment.flush()
 
@@ -345,6 +353,10 @@ class TensorBoardRows(Rows, TensorBoardLogger):
         self.experiment.add_text("summary", text, step)
 
 
+def _on_gpu(run: Run) -> bool:
+    return uses_gpu(run.config) and torch.cuda.is_available()
+
+
 def _tensorboard(run: Run, run_dir: Path) -> Rows:
     try:
         logger = TensorBoardRows(
@@ -357,6 +369,7 @@ def _tensorboard(run: Run, run_dir: Path) -> Rows:
         ) from error
     logger.hparams = request(run)
     logger.request = dict(logger.hparams)
+    logger.on_gpu = _on_gpu(run)
     return logger
 
 

@@ -40,7 +40,6 @@ _SUMMARY_NAMES = {
     "measured_norm_sync_s": "measured/norm_sync_s",
     "measured_bubble_ratio": "measured/bubble_ratio",
     "measured_exposed_grad_reduce_s": "measured/exposed_grad_reduce_s",
-    "measured_peak_memory_bytes": "measured/peak_memory_bytes",
     "measured_memory_kind": "measured/memory_kind",
 } | {
     name: name
@@ -140,6 +139,8 @@ def after_training(
 def summary_metrics(result: Mapping[str, object]) -> dict[str, Any]:
     """What a tracker keeps once per run, by name; ``result``: the mapping of result.json."""
     names = _SUMMARY_NAMES | (_SECONDS_NAMES if result.get("time_unit") == "s" else {})
+    kind = result.get("measured_memory_kind")
+    names = names | {"measured_peak_memory_bytes": _memory_name(on_gpu=kind == "allocator_peak")}
     found: dict[str, Any] = {}
     for field, name in names.items():
         value = result.get(field)
@@ -150,15 +151,20 @@ def summary_metrics(result: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def row_metrics(row: Mapping[str, Any], peaks: Sequence[int]) -> dict[str, float]:
+def row_metrics(row: Mapping[str, Any], peaks: Sequence[int], *, on_gpu: bool) -> dict[str, float]:
     """A row of metrics.csv as trackers get it; ``peaks``: bytes, per pipeline rank."""
     found = {
         _ROW_NAMES.get(column, column): float(value)
         for column, value in row.items()
         if value is not None and column not in _NOT_IN_ROWS
     }
-    name = "measured/peak_memory_bytes"
+    name = _memory_name(on_gpu=on_gpu)
     return found | {_of_rank(name, rank): float(peak) for rank, peak in enumerate(peaks)}
+
+
+def _memory_name(*, on_gpu: bool) -> str:
+    """What was measured of a rank's memory; only an allocator counts what is predicted."""
+    return "measured/peak_memory_bytes" if on_gpu else "measured/process_growth_bytes"
 
 
 def repeated_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -190,7 +190,7 @@ def test_without_a_login_it_prints_what_it_would_save(server, tmp_path, monkeypa
         "  Step time, predicted and measured: "
         "step time, tokens per second, MFU\n"
         "  Bubble and exposed reduction: bubble, exposed reduction\n"
-        "  Memory per rank: measured peak memory, predicted peak memory\n"
+        "  Memory per rank: measured peak memory (GPU), predicted peak memory, growth of the process (CPU)\n"
         "  Sweep: parallel coordinates, predicted and measured step time\n"
         "  Timeline: timeline\n"
         "dashboard: to save it, run `wandb login` and this command again\n"
