@@ -166,7 +166,7 @@ def synonym_table() -> str:
 
 def two_schedules() -> str:
     """The picture of the first page: the order that everybody knows above a better one."""
-    names = {"1f1b": "1f1b, which everybody uses", "zb_v": "zb_v: the same work"}
+    names = {"1f1b": "1f1b, the most common one", "zb_v": "zb_v: the same work"}
     panels = [
         (f"{words}: a step takes {timeline(name).makespan:g}", timeline(name))
         for name, words in names.items()
