@@ -26,25 +26,19 @@ def input_backward(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     *,
-    exact: bool = False,
-    through_engine: bool = False,
     meanwhile: Meanwhile | None = None,
 ) -> PendingWeights:
     """Computes the gradients of a stage's inputs and leaves those of its heavy weights for later.
 
     Afterwards ``.grad`` of every input, and of every parameter that is not deferred, holds what a
     full backward would have put there, hooks included; saved tensors are freed except the data
-    operands of deferred products.
+    operands of deferred products. Hooks on the accumulation node of a deferred parameter, which
+    Python cannot see, are not called.
 
     Args:
         outputs: What the stage handed on, or its loss; those that need no gradient are skipped.
         gradients: Of the outputs, in order; None stands for 1 and needs a scalar.
         inputs: The stage's input leaves that require grad; empty for the first stage.
-        exact: Compute each weight gradient before adding it, bit for bit as a full backward does.
-            Otherwise the product is accumulated in one call, which is rounded once less and needs
-            no memory for the product.
-        through_engine: Hand deferred gradients to torch's engine, for parameters whose
-            accumulation node was given hooks: Python cannot see those.
         meanwhile: Gets weight gradients as soon as they can be computed, for nodes further down
             that have to wait; what is left there in the end is for its own ``run``.
 
@@ -71,7 +65,7 @@ def input_backward(
             reached = _run(deferred, roots, incoming, targets, meanwhile)
         else:
             torch.autograd.backward(roots, incoming)
-    return PendingWeights(reached, exact=exact, through_engine=through_engine)
+    return PendingWeights(reached)
 
 
 def _plan(graph: Graph) -> tuple[Recipe, list[Deferred]]:

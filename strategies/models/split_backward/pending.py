@@ -32,9 +32,8 @@ Ready = Callable[[nn.Parameter], None]
 class PendingWeights:
     """What one stage and microbatch still owes to its parameters' gradients."""
 
-    def __init__(self, deferred: Sequence[Deferred], *, exact: bool, through_engine: bool) -> None:
-        self._exact = exact
-        self._groups: list[_Group] | None = _group(deferred, through_engine)
+    def __init__(self, deferred: Sequence[Deferred]) -> None:
+        self._groups: list[_Group] | None = _group(deferred)
         self._left: dict[int, int] = {}
         for group in self._groups:
             for key in group.leaves:
@@ -73,7 +72,7 @@ class PendingWeights:
             while waiting:
                 group = waiting.pop()
                 if group.direct:
-                    touched = group.add(exact=self._exact)
+                    touched = group.add()
                 elif ready is None:
                     # The engine carries the gradients to the leaves and calls their hooks.
                     torch.autograd.backward(*group.roots())
@@ -119,7 +118,7 @@ class _Group:
             for leaf in edge.leaves
         }
 
-    def add(self, *, exact: bool) -> list[Tensor]:
+    def add(self) -> list[Tensor]:
         """Adds the only member's gradients by hand; returns the leaves."""
         (deferred,) = self.members
         saved, incoming = deferred.operands()
@@ -131,7 +130,7 @@ class _Group:
                 rest.append(edge)
                 continue
             product = rule.product(saved, incoming, position)
-            add_product(edge.leaves[0], product.turned() if edge.turned else product, exact=exact)
+            add_product(edge.leaves[0], product.turned() if edge.turned else product)
         if rest:
             found = rule.gradients(saved, incoming, [edge.recipe.position for edge in rest])
             for edge, gradient in zip(rest, found, strict=True):
@@ -163,13 +162,13 @@ class _Group:
         return edges, gradients
 
 
-def _group(deferred: Sequence[Deferred], through_engine: bool) -> list[_Group]:
+def _group(deferred: Sequence[Deferred]) -> list[_Group]:
     """Splits into groups, in the order of each one's last member.
 
     Where the engine is needed for one contribution to a parameter, it gets all of them at once:
     hooks must see the sum, and what lies between may be shared and is freed on the way.
     """
-    direct = [not through_engine and item.is_direct() for item in deferred]
+    direct = [item.is_direct() for item in deferred]
     if all(direct):
         return [_Group([item], direct=True) for item in deferred]
     places = _components(deferred)
@@ -373,4 +372,4 @@ class Meanwhile:
     def run(self) -> None:
         waiting, self._waiting = self._waiting, []
         if waiting:
-            PendingWeights(waiting, exact=False, through_engine=False).run()
+            PendingWeights(waiting).run()

@@ -21,9 +21,7 @@ from strategies.models.split_backward.autograd_graph import Node, Shape, accumul
 from strategies.models.split_backward.rule import Rule, signed
 from strategies.models.split_backward.rules import rule_of
 
-# Nodes on the way from a heavy node's weight edge to its parameter that change no values. Hooks on
-# a weight's transposed or cast version are invisible from Python; where one is known to be there,
-# ``through_engine`` hands the gradient to torch.
+# Nodes on the way from a heavy node's weight edge to its parameter that change no values.
 _TURN_OF_TWO = "TBackward0"
 _TURN = "TransposeBackward0"
 _CAST = "ToCopyBackward0"

@@ -136,12 +136,11 @@ def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
         leaf.grad = gradient + present
 
 
-def add_product(leaf: Tensor, product: Product, *, exact: bool) -> None:
-    """Adds a product, in one call where torch can and ``exact`` does not forbid it."""
+def add_product(leaf: Tensor, product: Product) -> None:
+    """Adds a product, where torch can in one call: rounded once less, and without its memory."""
     present = leaf.grad
     if (
-        exact
-        or present is None
+        present is None
         or type(present) is not Tensor
         or present.layout is not torch.strided
         or not present.dtype == product.left.dtype == product.right.dtype

@@ -332,3 +332,16 @@ def test_figures_are_lines_in_the_rows():
     assert saved.per_row > 0
     assert saved.fixed >= 8 * 4
     assert trace.units[0].forward_flops.fixed == 0
+
+
+def test_operations_without_a_formula_do_no_products_unless_they_decompose():
+    square = torch.eye(3)
+    with FlopCount() as count:
+        square.cumsum(0).sort()
+        torch.linalg.vector_norm(square)
+    assert (count.unknown, count.flops) == (set(), 0)
+    with FlopCount() as count:
+        torch.linalg.inv(square)
+        torch.linalg.cholesky(square)
+    assert {name.split("::")[1].split("_")[1] for name in count.unknown} == {"inv", "cholesky"}
+    assert count.flops > 0

@@ -73,7 +73,7 @@ def full(run: Run, case: Case) -> None:
             torch.autograd.backward(outputs, gradients)
 
 
-def split(run: Run, case: Case, order: Sequence[str], ready=None, **options) -> None:
+def split(run: Run, case: Case, order: Sequence[str], ready=None) -> None:
     graphs = [forward(run, case, microbatch) for microbatch in range(MICROBATCHES)]
     pending: dict[str, PendingWeights] = {}
     names = {id(p): name for name, p in run.module.named_parameters()}
@@ -82,7 +82,7 @@ def split(run: Run, case: Case, order: Sequence[str], ready=None, **options) -> 
             index = int(step[1])
             outputs, gradients = graphs[index]
             graphs[index] = ([], [])
-            pending[step[1]] = input_backward(outputs, gradients, run.inputs[index], **options)
+            pending[step[1]] = input_backward(outputs, gradients, run.inputs[index])
             run.deferred |= {names[id(p)] for p in pending[step[1]].parameters}
         else:
             pending.pop(step[1]).run(ready)

@@ -83,16 +83,3 @@ def test_gradients_pass_hooks_and_the_engine_where_asked(name):
     full(theirs, case)
     split(ours, case, FIFO)
     compare(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"exact": True}, marks=pytest.mark.full), {"through_engine": True}],
-)
-@pytest.mark.parametrize("name", CASES)
-def test_other_ways_to_accumulate_give_the_same(name, options):
-    case = CASES[name]
-    ours, theirs = start(case)
-    full(theirs, case)
-    split(ours, case, FIFO, **options)
-    compare(ours, theirs)
