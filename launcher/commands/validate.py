@@ -15,7 +15,7 @@ from launcher.commands.ranks import (
 )
 from launcher.commands.submit import on_nodes
 from launcher.config import LaunchConfig
-from launcher.planning.model_trace import check_buildable
+from launcher.planning.model_trace import check_buildable, traced_shape
 from launcher.planning.plan_auto import planned
 from launcher.processes.nodes import Nodes, node_commands, plan_nodes
 from launcher.processes.slurm_script import check_tool, job_script, try_out
@@ -33,6 +33,8 @@ from launcher.report.typed_command import paste, typed_flags, typed_words
 from launcher.resolve import Run, resolve
 from launcher.terminal import say
 from launcher.workloads.hf.hf_shape import HfShape
+from strategies.errors import ModelError
+from strategies.planner.stage_layers import stage_layers
 
 
 def run(config: LaunchConfig, run_dir: Path) -> int:
@@ -51,7 +53,7 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
     with failure_recorded(run_dir / "result.json", result):
         write_pictures(run_dir, [Panel("predicted", timeline, metrics)], resolved)
     write_result(run_dir / "result.json", result)
-    say(_plan(resolved))
+    say(_plan(resolved, _layers(resolved, run_dir)))
     if checkpoint is not None:
         say(f"continues {checkpoint}")
     print_summary(result)
@@ -100,8 +102,27 @@ def _say_commands(
         say(f"command on node {node}: {command}")
 
 
-def _plan(run: Run) -> str:
-    """Per rank: its stages, their layers, and the memory that they take."""
+def _layers(run: Run, run_dir: Path) -> tuple[str, ...] | None:
+    """The layers of each stage of a model that only its ranks know, found as they find them."""
+    stages = run.programs.train.placement.num_stages
+    if not run.own_model or stages == 1:
+        return None
+    try:
+        shape = traced_shape(run.config, run_dir)
+    except ModelError as error:
+        say(f"note: its stages cannot be listed: {error}")
+        return None
+    if shape is None:
+        return None
+    counts, rows = run.options.units_per_stage, max(1, run.batch_size)
+    return stage_layers(shape.trace, stages, counts, rows=rows)
+
+
+def _plan(run: Run, found: tuple[str, ...] | None) -> str:
+    """Per rank: its stages, their layers, and the memory that they take.
+
+    ``found``: the layers of each stage where a trace has found them.
+    """
     placement = run.programs.train.placement
     memory = rank_memory(run)
     lines = [
@@ -115,15 +136,18 @@ def _plan(run: Run) -> str:
         f"({sum(map(len, run.programs.train.ranks))} instructions per training step)",
     ]
     lines += run.notes
+    sharers = f" (each of {run.config.tp} tp ranks)" if run.config.tp > 1 else ""
     for rank in range(placement.num_ranks):
         stages = placement.stages_of(rank)
+        if found is not None:
+            lines += [f"rank {rank}{sharers}: stage {stage}: {found[stage]}" for stage in stages]
+            continue
         layers = ", ".join(
             f"stage {s}" + ("" if run.own_model else f": {run.layers_per_stage[s]:g} layers")
             for s in stages
         )
         if memory is not None:
             layers += f"; memory {memory_line(memory[rank])}"
-        sharers = f" (each of {run.config.tp} tp ranks)" if run.config.tp > 1 else ""
         lines.append(f"rank {rank}{sharers}: {layers}")
     return "\n".join(lines)
 

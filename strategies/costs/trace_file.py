@@ -4,7 +4,7 @@ A trace runs nothing and allocates no weights: shapes alone say how many operati
 it keeps for its backward, and which tensors go from unit to unit. All figures are straight lines in
 the rows (sequences) of a microbatch. One JSON object::
 
-    {"format": "foldpipe-trace", "version": 3, "model": "Net", "num_parameters": 1234,
+    {"format": "foldpipe-trace", "version": 4, "model": "Net", "num_parameters": 1234,
      "units": [{"name": "layers.0", "parameters": 72, "forward_flops": [0, 128], ...}, ...],
      "tensors": [{"producer": 0, "consumers": [1, 3], "num_bytes": [0, 32]}, ...],
      "unknown": [["aten::cdist", "layers.2"], ...], "declared": false}
@@ -23,7 +23,7 @@ from strategies.errors import ModelError
 from strategies.small_file import parse_json
 
 FORMAT = "foldpipe-trace"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ class TracedUnit:
         saved_bytes: Kept from forward to backward; what the unit before keeps, too, is not counted.
         again: What it takes with ``recompute=selective``; None where it cannot be run so on shapes.
         experts: What of all that are experts that ranks can share; None where there are none.
+        cost: By which ranks balance their stages.
     """
 
     name: str
@@ -111,6 +112,7 @@ class TracedUnit:
     saved_bytes: Line
     again: TracedAgain | None = None
     experts: TracedExperts | None = None
+    cost: Line = Line()
 
     @property
     def tied_parameters(self) -> int:
@@ -212,6 +214,7 @@ def _unit(entry: Mapping[str, Any]) -> TracedUnit:
         saved_bytes=_line(entry["saved_bytes"]),
         again=None if again is None else TracedAgain(*(_line(again[n]) for n in _AGAIN)),
         experts=None if experts is None else _experts(experts),
+        cost=_line(entry["cost"]),
     )
 
 

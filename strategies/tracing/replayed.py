@@ -23,7 +23,7 @@ from strategies.models.replay.layout import group_calls
 from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, used_parameters
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
-from strategies.models.unit_model import HasUnits
+from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.tracing.equal_calls import Slot
 from strategies.tracing.figures import ExpertLayer, Figures, Tracer
 
@@ -139,6 +139,7 @@ def _figures(
     ends: list[Position] = [*starts[1:], (len(path.calls), len(path.events[-1]))]
     for number, (calls, start, end) in enumerate(zip(groups, starts, ends, strict=True)):
         units[number].parameters = dict.fromkeys(used_parameters(path, start, end, calls))
+        units[number].cost = sum(path.calls[call].cost for call in calls)
     for place, seen in enumerate(probe.seen):
         seen.objects.restore()
         if seen.unit is not None:
@@ -207,9 +208,9 @@ def trace_declared(module: nn.Module, batch: Any, tracer: Tracer) -> ModelFigure
     tensors: list[tuple[int, tuple[int, ...], int]] = []
     args: Args = module.pipeline_inputs(batch)
     keys: tuple[Any, ...] = ()
-    declared = module.pipeline_units()
+    declared, costs = module.pipeline_units(), UnitModel(module).units
     for index, (name, unit) in enumerate(declared):
-        found = UnitFigures(name)
+        found = UnitFigures(name, cost=costs[index].cost)
         figures = tracer.layer(name, unit, args, {})
         found.parameters = {f"{name}.{own}": None for own, _ in unit.named_parameters()}
         given = keys
@@ -250,6 +251,7 @@ class UnitFigures:
         parameters: Names of the parameters that it uses.
         unknown: Operations without a formula.
         experts: Of its layers that have some.
+        cost: By which ranks balance their stages.
     """
 
     name: str
@@ -264,6 +266,7 @@ class UnitFigures:
     parameters: dict[str, None] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     experts: tuple[ExpertLayer, ...] = ()
+    cost: float = 1.0
 
     def add(
         self,

@@ -110,6 +110,7 @@ def _traced(
                 if unit.runs_again
                 else None,
                 experts=_experts(number, unit.experts, line),
+                cost=line(lambda f, n=number: f.units[n].cost),  # type: ignore[misc]
             )
         )
         unknown += [(operation, unit.name) for operation in sorted(unit.unknown)]

@@ -50,6 +50,7 @@ from strategies.runtime.lightning.manual_optimization import ManualOptimization,
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
 from strategies.runtime.lightning.setup_strategy import SetupStrategy
+from strategies.runtime.lightning.stage_listing import list_stages
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.recorder import StepStats, gather_timeline
@@ -208,6 +209,22 @@ class PipelineStrategy(SetupStrategy):
         self._repeating = False  # the log calls of a step
         self._uncut_told: set[Mode] = set()
         self._resumed = False
+
+    def describe(self, module: pl.LightningModule, batch: Any) -> str:
+        """The layers of each stage, and what it hands on; starts nothing, and changes nothing.
+
+        Args:
+            module: As it is given to ``fit``; its weights may be on the meta device.
+            batch: One microbatch, on the CPU.
+
+        Raises:
+            ModelError: The module cannot be cut; with the line and the remedy.
+            PlanError: It has fewer layers than there are stages.
+
+        >>> print(PipelineStrategy(pp=2).describe(module, batch))  # doctest: +SKIP
+        rank 0: stage 0: net.in, net.0 to 3, 688 parameters, 55 % of the forward; to stage 1: ...
+        """
+        return list_stages(module, batch, self._plan, self._options)
 
     # ------------------------------------------------------------- set-up
 

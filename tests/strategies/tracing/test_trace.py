@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -14,13 +15,15 @@ from launcher.workloads.language_model import LanguageModel
 from launcher.workloads.loads import selective_shares
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape, unit_specs
 from launcher.workloads.transformer_share import expert_part
+from strategies import PipelineStrategy
 from strategies.costs.trace_file import dump_trace, parse_trace
 from strategies.errors import ModelError
 from strategies.models.flops import FlopCount, formula_of
 from strategies.models.replay.gate import call_step
 from strategies.models.replay.hole import Spec
 from strategies.models.replay.replay_model import ReplayModel
-from strategies.planner.cut import Tensor, handed_on, skips
+from strategies.planner.cut import Tensor, balance, handed_on, skips
+from strategies.planner.stage_layers import spans
 from strategies.runtime.step.microbatch import count_rows
 from strategies.tracing.equal_calls import Slot
 from strategies.tracing.figures import Tracer
@@ -345,3 +348,17 @@ def test_operations_without_a_formula_do_no_products_unless_they_decompose():
         torch.linalg.cholesky(square)
     assert {name.split("::")[1].split("_")[1] for name in count.unknown} == {"inv", "cholesky"}
     assert count.flops > 0
+
+
+@pytest.mark.parametrize("name", ["unet", "nanogpt_tied", "two_towers"])
+def test_described_stages_are_those_that_ranks_cut(name):
+    module, batches = build(name)
+    said = PipelineStrategy(pp=3).describe(module, batches[0]).splitlines()
+    model = ReplayModel.probe(module, batches[0])
+    model.cut(stages := balance([unit.cost for unit in model.units], 3), range(3))
+    layout = model._layouts[model._first]
+    for stage, (line, units) in enumerate(zip(said, stages, strict=True)):
+        names = spans([model.units[unit].name for unit in units])
+        assert line.startswith(f"rank {stage}: stage {stage}: {names}, ")
+        sent = {int(to): int(n) for to, n in re.findall(r"to stage (\d+): (\d+) tensor", line)}
+        assert sent == dict(layout.groups[stage])
