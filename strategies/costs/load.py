@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add, attrgetter
+from typing import Any, TypeVar
 
 from strategies.costs.kernels import Product, Work
+
+Value = TypeVar("Value")
+
+
+def _total(values: Sequence[Any]) -> Any:  # noqa: ANN401
+    """Of numbers in their order; of tuples one with the items of all."""
+    return reduce(add, values)
+
+
+def _counted(values: Sequence[tuple[tuple[Any, int], ...]]) -> tuple[tuple[Any, int], ...]:
+    """Each item with the sum of its counts."""
+    counts: dict[Any, int] = {}
+    for item, number in _total(values):
+        counts[item] = counts.get(item, 0) + number
+    return tuple(counts.items())
+
+
+def _last(values: Sequence[Value]) -> Value:
+    return values[-1]
+
+
+def _summed(default: Value, how: Callable[[Sequence[Any]], Any] = _total) -> Value:
+    """A field that a stage has from those of its units, and says how."""
+    return field(default=default, metadata={"sum": how})
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What one unit, or one stage, takes per microbatch.
+
+    The metadata of a field say how ``sum_loads`` adds it up; those without are given to it by hand.
 
     Attributes:
         forward_flops: Of one forward.
@@ -41,107 +71,68 @@ class Load:
         again_exchanged: The same as ``exchanged`` of what a backward computes again.
     """
 
-    forward_flops: float
+    forward_flops: float = field(metadata={"sum": _total})
     parameters: int
-    output_elements: int
+    output_elements: int = field(metadata={"sum": _last})
     saved_elements: int
-    forward_sums: tuple[int, ...] = ()
-    backward_sums: tuple[int, ...] = ()
-    again_flops: float = 0.0
+    forward_sums: tuple[int, ...] = _summed(())
+    backward_sums: tuple[int, ...] = _summed(())
+    again_flops: float = _summed(0.0)
     backward_flops: tuple[float, float] | None = None
-    num_units: int = 1
+    num_units: int = _summed(1)
     owns: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
-    works: tuple[tuple[Work, int], ...] = ()
-    listed: bool = False
-    lean_parameters: int = 0
-    update_products: tuple[tuple[Product, int], ...] = ()
-    again_sums: tuple[int, ...] = ()
+    works: tuple[tuple[Work, int], ...] = _summed((), _counted)
+    listed: bool = _summed(False, any)
+    lean_parameters: int = _summed(0)
+    update_products: tuple[tuple[Product, int], ...] = _summed((), _counted)
+    again_sums: tuple[int, ...] = _summed(())
     first_saved_elements: int = 0
     rebuilt_elements: int = 0
     waiting_elements: int | None = None
-    experts: int = 0
-    expert_flops: float = 0.0
-    expert_saved: int = 0
-    exchanged: tuple[int, ...] = ()
-    beside_flops: float = 0.0
-    again_exchanged: tuple[int, ...] = ()
+    experts: int = _summed(0)
+    expert_flops: float = _summed(0.0)
+    expert_saved: int = _summed(0)
+    exchanged: tuple[int, ...] = _summed(())
+    beside_flops: float = _summed(0.0)
+    again_exchanged: tuple[int, ...] = _summed(())
 
 
-def sum_loads(loads: list[Load]) -> Load:
+_SUMS = {entry.name: entry.metadata["sum"] for entry in fields(Load) if "sum" in entry.metadata}
+_summands = attrgetter(*_SUMS)
+
+
+def sum_loads(loads: Sequence[Load]) -> Load:
     """A stage from its units; what it hands on is what its last unit hands on.
 
     Parameters that it shares with another stage are its own as well: each has a copy, and a state.
     """
-    flops = again = inputs = weights = expert_flops = beside_flops = 0.0
-    parameters = lean = units = waiting = experts = expert_saved = 0
-    exchanged: list[int] = []
-    again_exchanged: list[int] = []
-    saved = loads[0].first_saved_elements if loads else 0
-    known = False
-    owned: set[int] = set()
+    if not loads:
+        return Load(0.0, 0, 0, 0, num_units=0)
+    owned = {group for load in loads for group in load.owns}
     tied: dict[int, int] = {}
-    works: dict[Work, int] = {}
-    updates: dict[Product, int] = {}
-    forward_sums: list[int] = []
-    backward_sums: list[int] = []
-    again_sums: list[int] = []
-    for load in loads:
-        flops += load.forward_flops
-        again += load.again_flops
-        parameters += load.parameters
-        lean += load.lean_parameters
-        experts += load.experts
-        expert_flops += load.expert_flops
-        beside_flops += load.beside_flops
-        expert_saved += load.expert_saved
-        exchanged += load.exchanged
-        again_exchanged += load.again_exchanged
-        saved += load.saved_elements
-        units += load.num_units
-        forward_sums += load.forward_sums
-        backward_sums += load.backward_sums
-        again_sums += load.again_sums
-        waiting += load.saved_elements if load.waiting_elements is None else load.waiting_elements
-        owned.update(load.owns)
-        for work, number in load.works:
-            works[work] = works.get(work, 0) + number
-        for product, number in load.update_products:
-            updates[product] = updates.get(product, 0) + number
-        for group, count in load.tied:
-            tied[group] = max(count, tied.get(group, 0))
-        both = load.backward_flops
-        known = known or both is not None
-        inputs += load.forward_flops if both is None else both[0]
-        weights += load.forward_flops if both is None else both[1]
-    parameters += sum(count for group, count in tied.items() if group not in owned)
+    for group, count in (pair for load in loads for pair in load.tied if pair[0] not in owned):
+        tied[group] = max(count, tied.get(group, 0))
+    halves = [load.backward_flops or (load.forward_flops,) * 2 for load in loads]
+    inputs, weights = zip(*halves, strict=True)
+    columns = zip(*map(_summands, loads), strict=True)
+    sums = (how(column) for how, column in zip(_SUMS.values(), columns, strict=True))
+    known = any(load.backward_flops for load in loads)
+    split = any(load.waiting_elements is not None for load in loads)
+    waiting = [
+        n.saved_elements if n.waiting_elements is None else n.waiting_elements for n in loads
+    ]
     return Load(
-        flops,
-        parameters,
-        loads[-1].output_elements if loads else 0,
-        saved,
-        tuple(forward_sums),
-        tuple(backward_sums),
-        again,
-        (inputs, weights) if known else None,
-        units,
-        works=tuple(works.items()),
-        listed=any(load.listed for load in loads),
-        lean_parameters=lean,
-        update_products=tuple(updates.items()),
-        again_sums=tuple(again_sums),
+        parameters=sum(load.parameters for load in loads) + sum(tied.values()),
+        saved_elements=loads[0].first_saved_elements + sum(load.saved_elements for load in loads),
+        backward_flops=(_total(inputs), _total(weights)) if known else None,
         rebuilt_elements=_rebuilt(loads),
-        waiting_elements=waiting if any(n.waiting_elements is not None for n in loads) else None,
-        experts=experts,
-        expert_flops=expert_flops,
-        expert_saved=expert_saved,
-        exchanged=tuple(exchanged),
-        beside_flops=beside_flops,
-        again_exchanged=tuple(again_exchanged),
+        waiting_elements=sum(waiting) if split else None,
+        **dict(zip(_SUMS, sums, strict=True)),
     )
 
 
-def _rebuilt(loads: list[Load]) -> int:
+def _rebuilt(loads: Sequence[Load]) -> int:
     """The most that a backward rebuilds beyond what it has let go of by then: the last first."""
     most = gone = 0
     for load in reversed(loads):
