@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from strategies.costs.table import CostTable, Transport
@@ -56,74 +57,41 @@ class UniformCosts:
     backward_weight: Sizes | None = None
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, list):  # from a script; costs must be hashable
+        for entry in fields(self):  # Lists are from a script; costs must be hashable.
+            if isinstance(value := getattr(self, entry.name), list):
                 object.__setattr__(self, entry.name, tuple(value))
-            if entry.name == "transport" or (value is None and entry.default is None):
-                continue
-            single = entry.name in _SINGLE
-            kind = int if entry.name == "num_buckets" else int | float
-            for number in (value,) if single else _numbers(getattr(self, entry.name)):
-                if isinstance(number, bool) or not isinstance(number, kind):
-                    each = "" if single else ", or one for each stage"
-                    raise CostError(
-                        f"costs.{entry.name}={number!r:.60}: expected a number{each}. "
-                        f"Try costs.{entry.name}={_SINGLE.get(entry.name, 1)}."
-                    )
-        if not all(number > 0 for number in (*_numbers(self.forward), *_numbers(self.backward))):
-            raise CostError(
-                f"costs.forward={_spell(self.forward)} costs.backward={_spell(self.backward)}: "
-                "both must be > 0. Try costs.forward=1 costs.backward=2."
-            )
-        for name in ("backward_input", "backward_weight"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, tuple) or isinstance(self.backward, tuple):
-                continue  # ``check_sizes`` compares what stages take.
-            if not 0 < value < self.backward:
-                raise CostError(
-                    f"costs.{name}={value:g} is a share of costs.backward={self.backward:g} and "
-                    f"must lie between. Try costs.{name}={self.backward / 2:g}."
-                )
-        self._check_lists()
-        if self.fused is not None and not self.fused > 0:
-            raise CostError(
-                f"costs.fused={self.fused:g} is a duration > 0. Try costs.fused={self._pair:g}."
-            )
-        for name in ("recompute", "grad_reduce", "p2p"):
-            value = getattr(self, name)
-            if value is not None and not all(number >= 0 for number in _numbers(value)):
-                raise CostError(f"costs.{name} is a duration >= 0. Try costs.{name}=0.")
-        if not 0 <= self.stage_input < 1:
-            raise CostError(
-                f"costs.stage_input={self.stage_input:g} is a share of a full activation, at least "
-                "0 and below 1. Try costs.stage_input=0.1."
-            )
-        if self.num_buckets < 1:
-            raise CostError(
-                f"costs.num_buckets={self.num_buckets}: at least 1. Try costs.num_buckets=1."
-            )
+        for names, expected, holds, example in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in _OPTIONAL:
+                    continue
+                for number in (value,) if name in _SINGLE else _numbers(value):
+                    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+                    if not (is_number and holds(number)):
+                        listed = "" if name in _SINGLE else ", or a list of them"
+                        raise CostError(
+                            f"costs.{name}={number!r:.60}: expected {expected}{listed}. "
+                            f"Try costs.{name}={example:g}."
+                        )
         if self.transport not in ("buffered", "rendezvous"):
             raise CostError(
                 f"costs.transport={self.transport} is unknown. Try costs.transport=buffered or "
                 "costs.transport=rendezvous."
             )
-
-    def _check_lists(self) -> None:
-        """What lists do not go with."""
         if self.backward_input is not None and self.backward_weight is not None:
-            given = _spell(self.backward_weight)
             raise CostError(
-                f"costs.backward_input={_spell(self.backward_input)} costs.backward_weight={given}:"
-                f" with costs.backward one of them says the other. Try costs.backward_weight=null."
+                f"costs.backward_input={_spell(self.backward_input)} costs.backward_weight="
+                f"{_spell(self.backward_weight)}: with costs.backward one of them says the other. "
+                "Try costs.backward_weight=null."
             )
-        for name in ("forward", "backward"):
-            value = getattr(self, name)
-            if self.fused is not None and isinstance(value, tuple):
-                raise CostError(
-                    f"costs.fused={self.fused:g} is the duration of every pair, and costs.{name}="
-                    f"{_spell(value)} differs by stage. Try costs.fused=null."
-                )
+        uneven = next(
+            (n for n in ("forward", "backward") if isinstance(getattr(self, n), tuple)), ""
+        )
+        if self.fused is not None and uneven:
+            raise CostError(
+                f"costs.fused={self.fused:g} is the duration of every pair, and costs.{uneven}="
+                f"{_spell(getattr(self, uneven))} differs by stage. Try costs.fused=null."
+            )
 
     @property
     def _pair(self) -> float:
@@ -216,12 +184,20 @@ class UniformCosts:
         return (known, rest) if self.backward_weight is None else (rest, known)
 
 
+_Rule = tuple[tuple[str, ...], str, Callable[[float], bool], float]
 _LISTS = (
     "forward", "backward", "backward_input", "backward_weight", "recompute", "grad_reduce",
 )  # fmt: skip
-
-
-_SINGLE = {"num_buckets": 1, "fused": 2, "stage_input": 0.1}  # Of these there are no lists.
+_SINGLE = ("fused", "stage_input", "num_buckets")  # Of these there are no lists.
+_OPTIONAL = ("backward_input", "backward_weight", "recompute", "fused")
+# Fields, what each of their numbers has to be, and what works.
+_RULES: tuple[_Rule, ...] = (
+    (("forward", "backward", "backward_input", "backward_weight", "fused"),
+     "a number > 0", lambda n: n > 0, 1),
+    (("recompute", "grad_reduce", "p2p"), "a number >= 0", lambda n: n >= 0, 0),
+    (("stage_input",), "a share of a full activation, >= 0 and < 1", lambda n: 0 <= n < 1, 0.1),
+    (("num_buckets",), "a whole number >= 1", lambda n: isinstance(n, int) and n >= 1, 1),
+)  # fmt: skip
 
 
 def _numbers(value: Sizes) -> tuple[float, ...]:

@@ -143,6 +143,12 @@ def test_equal_numbers_in_lists_are_one_number(schedule):
             "costs.backward_input=2 costs.backward=[2,2,4,2]: on stage 0 it is 2 of 2, and must "
             "lie between 0 and that. Try costs.backward_input=null.",
         ),
+        (
+            "1f1b",
+            {"backward": 3, "backward_weight": 3},
+            "costs.backward_weight=3 costs.backward=3: on stage 0 it is 3 of 3, and must lie "
+            "between 0 and that. Try costs.backward_weight=null.",
+        ),
     ],
 )
 def test_lists_that_do_not_go_with_the_program_are_refused(schedule, options, message):
@@ -154,40 +160,24 @@ def test_lists_that_do_not_go_with_the_program_are_refused(schedule, options, me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"forward": 0},
-            "costs.forward=0 costs.backward=2: both must be > 0. "
-            "Try costs.forward=1 costs.backward=2.",
-        ),
-        (
-            {"backward": -1},
-            "costs.forward=1 costs.backward=-1: both must be > 0. "
-            "Try costs.forward=1 costs.backward=2.",
-        ),
-        (
-            {"forward": float("nan")},
-            "costs.forward=nan costs.backward=2: both must be > 0. "
-            "Try costs.forward=1 costs.backward=2.",
-        ),
-        (
-            {"backward": 3, "backward_input": 3},
-            "costs.backward_input=3 is a share of costs.backward=3 and must lie between. "
-            "Try costs.backward_input=1.5.",
-        ),
-        (
-            {"backward_input": 0},
-            "costs.backward_input=0 is a share of costs.backward=2 and must lie between. "
-            "Try costs.backward_input=1.",
-        ),
-        ({"grad_reduce": -1}, "costs.grad_reduce is a duration >= 0. Try costs.grad_reduce=0."),
-        ({"p2p": -0.5}, "costs.p2p is a duration >= 0. Try costs.p2p=0."),
-        ({"p2p": float("nan")}, "costs.p2p is a duration >= 0. Try costs.p2p=0."),
-        ({"recompute": -1}, "costs.recompute is a duration >= 0. Try costs.recompute=0."),
-        ({"p2p": (0, -1)}, "costs.p2p is a duration >= 0. Try costs.p2p=0."),
-        (
-            {"forward": (1, 0)},
-            "costs.forward=[1,0] costs.backward=2: both must be > 0. "
-            "Try costs.forward=1 costs.backward=2.",
+        *(
+            (
+                {name: value},
+                f"costs.{name}={shown}: expected a number {least}, or a list of them. "
+                f"Try costs.{name}={fix}.",
+            )
+            for name, value, shown, least, fix in (
+                ("forward", 0, "0", "> 0", 1),
+                ("backward", -1, "-1", "> 0", 1),
+                ("forward", float("nan"), "nan", "> 0", 1),
+                ("forward", (1, 0), "0", "> 0", 1),
+                ("backward_input", 0, "0", "> 0", 1),
+                ("grad_reduce", -1, "-1", ">= 0", 0),
+                ("p2p", -0.5, "-0.5", ">= 0", 0),
+                ("p2p", float("nan"), "nan", ">= 0", 0),
+                ("recompute", -1, "-1", ">= 0", 0),
+                ("p2p", (0, -1), "-1", ">= 0", 0),
+            )
         ),
         (
             {"backward_input": 1, "backward_weight": 1},
@@ -199,33 +189,35 @@ def test_lists_that_do_not_go_with_the_program_are_refused(schedule, options, me
             "costs.fused=2 is the duration of every pair, and costs.forward=[1,2] differs by "
             "stage. Try costs.fused=null.",
         ),
-        ({"num_buckets": 0}, "costs.num_buckets=0: at least 1. Try costs.num_buckets=1."),
         *(
             (
                 {name: value},
-                f"costs.{name}={wrong!r}: expected a number, or one for each stage. "
-                f"Try costs.{name}=1.",
+                f"costs.{name}={wrong!r}: expected a number {least}, or a list of them. "
+                f"Try costs.{name}={fix}.",
             )
-            for name in (
-                "forward",
-                "backward",
-                "backward_input",
-                "backward_weight",
-                "recompute",
-                "grad_reduce",
-                "p2p",
+            for name, least, fix in (
+                ("forward", "> 0", 1),
+                ("backward", "> 0", 1),
+                ("backward_input", "> 0", 1),
+                ("backward_weight", "> 0", 1),
+                ("recompute", ">= 0", 0),
+                ("grad_reduce", ">= 0", 0),
+                ("p2p", ">= 0", 0),
             )
             for value, wrong in (("1", "1"), (True, True), ([1, "2"], "2"))
         ),
         *(
-            ({name: value}, f"costs.{name}={value!r}: expected a number. Try costs.{name}={fix}.")
-            for name, value, fix in (
-                ("num_buckets", "2", 1),
-                ("num_buckets", 1.5, 1),
-                ("fused", "2", 2),
-                ("fused", (1, 2), 2),
-                ("stage_input", "0.1", 0.1),
-                ("stage_input", None, 0.1),
+            ({name: value}, f"costs.{name}={value!r}: expected {what}. Try costs.{name}={fix}.")
+            for name, value, what, fix in (
+                ("num_buckets", 0, "a whole number >= 1", 1),
+                ("num_buckets", "2", "a whole number >= 1", 1),
+                ("num_buckets", 1.5, "a whole number >= 1", 1),
+                ("fused", 0, "a number > 0", 1),
+                ("fused", "2", "a number > 0", 1),
+                ("fused", (1, 2), "a number > 0", 1),
+                ("stage_input", 1, "a share of a full activation, >= 0 and < 1", 0.1),
+                ("stage_input", "0.1", "a share of a full activation, >= 0 and < 1", 0.1),
+                ("stage_input", None, "a share of a full activation, >= 0 and < 1", 0.1),
             )
         ),
         (
