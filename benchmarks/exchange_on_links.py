@@ -34,6 +34,7 @@ from benchmarks.table import Table
 from benchmarks.torch_pipelining import TorchPipeline
 from strategies.compiler import compile_plan
 from strategies.costs.table import CostTable
+from strategies.costs.token_exchange import Exchange
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.program import Program
 from strategies.models.expert_parallel import ExpertRanks
@@ -177,8 +178,7 @@ class LinkCosts:
             forward=(FORWARD_S + more,) * count,
             backward=(2 * FORWARD_S + more,) * count,
             backward_input=(FORWARD_S + more,) * count,
-            exchange=(more,) * count,
-            exchanging=((LAYERS // PP, 0.5),) * count,
+            exchange=(Exchange(more, LAYERS // PP),) * count,
         )
 
 

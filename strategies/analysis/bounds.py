@@ -182,7 +182,7 @@ def _lanes(program: Program, table: CostTable) -> list[list[_Lane]]:
     scale = min(1.0, table.fused if paired else 1.0)
     stages = range(placement.num_stages)
     # What may run under the other half of a pair.
-    away = table.exchange if paired and table.exchange else (0.0,) * len(stages)
+    away = [each.away if paired else 0.0 for each in table.exchange] or [0.0] * len(stages)
     forward = [scale * (table.forward[s] - away[s]) for s in stages]
     inputs = [
         scale * ((table.backward_input if s in split else table.backward)[s] - away[s])

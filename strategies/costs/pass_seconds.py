@@ -32,6 +32,7 @@ from strategies.costs.hardware import (
 )
 from strategies.costs.kernels import Seconds, memory_bound, unit_seconds
 from strategies.costs.load import Load
+from strategies.costs.token_exchange import Exchange
 
 
 def by_kernels(hardware: Hardware, load: Load) -> bool:
@@ -75,8 +76,8 @@ class StageTimes:
         one, both = self._beside(load, 1.0), self._beside(load, 2.0)
         return travel - one, again + travel - both, again + travel - one
 
-    def hidden(self, stages: Sequence[Load]) -> tuple[float, ...]:
-        """What of a stage's exchange is on its way while others may compute; () for nothing."""
+    def exchanges(self, stages: Sequence[Load]) -> tuple[Exchange, ...]:
+        """Per stage, what is on its way while others may compute; () for nothing."""
         if self.ep == 1:
             return ()
         group, element = self._exchangers(), self.sizes.activation
@@ -86,15 +87,11 @@ class StageTimes:
             for size in {size for load in stages for size in load.exchanged}
         }
         return tuple(
-            sum(known[size] for size in load.exchanged) - self._beside(load, 1.0) for load in stages
-        )
-
-    def exchanging(self, stages: Sequence[Load]) -> tuple[tuple[int, float], ...]:
-        """Per stage, layers that exchange, and their experts' share of the compute."""
-        if self.ep == 1:
-            return ()
-        return tuple(
-            (len(load.exchanged), min(1.0, load.expert_flops / max(load.forward_flops, 1.0)))
+            Exchange(
+                sum(known[size] for size in load.exchanged) - self._beside(load, 1.0),
+                len(load.exchanged),
+                min(1.0, load.expert_flops / max(load.forward_flops, 1.0)),
+            )
             for load in stages
         )
 

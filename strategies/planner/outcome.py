@@ -306,7 +306,7 @@ def plan_of(group: Group, order: Order) -> Plan:
 
 def program_of(group: Group, order: Order) -> Program:
     """The very program of a run, which resolves to an equal plan."""
-    inside = tuple(layers for layers, _ in group.table.exchanging)
+    inside = tuple(each.layers for each in group.table.exchange)
     plan = replace(plan_of(group, order), exchanges=inside if any(inside) else ())
     return compile_plan(plan).train
 

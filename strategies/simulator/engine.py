@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from strategies.analysis.timeline import Timeline
-from strategies.costs.table import Costs, CostTable, interleave, spans_alone
+from strategies.costs.table import Costs, CostTable
+from strategies.costs.token_exchange import interleave, spans_alone
 from strategies.errors import CostError, ProgramError
 from strategies.ir.graph import Compute
 from strategies.ir.program import Program

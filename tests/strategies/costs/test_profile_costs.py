@@ -70,7 +70,7 @@ def test_tokens_travel_beside_what_was_measured():
         assert first == getattr(before, name)[0]
         assert second - getattr(before, name)[1] == pytest.approx(travel, rel=1e-6)
     assert found.backward_weight == before.backward_weight
-    assert found.exchange[1] == pytest.approx(2 * (40 * 4 / 2 / 1e9 + 1e-4))
+    assert found.exchange[1].away == pytest.approx(2 * (40 * 4 / 2 / 1e9 + 1e-4))
     assert found.step[1] - 0.25 == pytest.approx((before.step[1] - 0.25) * 1200 / 2000)
 
 

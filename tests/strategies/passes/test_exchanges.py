@@ -7,6 +7,7 @@ import pytest
 from strategies.analysis.bounds import lower_bound
 from strategies.compiler import compile_plan
 from strategies.costs.table import CostTable
+from strategies.costs.token_exchange import Exchange
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import ProgramError
 from strategies.ir.kinds import EXCHANGE_KINDS, Kind
@@ -30,8 +31,7 @@ class Exchanging:
             forward=(1.0 + self.away,) * count,
             backward=(2.0 + self.away,) * count,
             backward_input=(1.0 + self.away,) * count,
-            exchange=(self.away,) * count,
-            exchanging=((2, 0.5),) * count,
+            exchange=(Exchange(self.away, layers=2),) * count,
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from strategies.analysis.metrics import measure
 from strategies.compiler import compile_plan
+from strategies.costs.token_exchange import Exchange
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.kinds import COMPUTE_KINDS, Kind
@@ -36,7 +37,7 @@ class Exchanging:
             forward=tuple(n + more for n in table.forward),
             backward=tuple(n + more for n in table.backward),
             backward_input=tuple(n + more for n in table.backward_input),
-            exchange=(more,) * len(table.forward),
+            exchange=(Exchange(more),) * len(table.forward),
         )
 
 
