@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from strategies.plan import Plan
 from strategies.schedules import find_schedule
 
 RATE = 0.1
@@ -96,9 +97,7 @@ class Share:
         self.schedule, self.size, self.num_microbatches = schedule, size, num_microbatches
         self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
         found = find_schedule(schedule)
-        shape = found.resolve(
-            pp=self.ranks, num_microbatches=num_microbatches, stages_per_rank=None, group=None
-        )
+        shape = found.resolve(Plan(found.name, self.ranks, num_microbatches))
         placement = found.place(shape)
         self.num_stages = placement.num_stages
         self.owned = tuple(range(self.num_stages) if alone else placement.stages_of(self.rank))

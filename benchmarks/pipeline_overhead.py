@@ -38,6 +38,7 @@ from benchmarks.torch_pipelining import SCHEDULES as SHARED
 from benchmarks.torch_pipelining import runs_ours
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
+from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, find_schedule
 from tests.ranks.pool import Ranks
 
@@ -88,9 +89,7 @@ class Setting:
     def stages(self) -> float:
         """Of a rank, that a microbatch crosses."""
         found = find_schedule(self.schedule)
-        shape = found.resolve(
-            pp=self.ranks, num_microbatches=self.num_microbatches, stages_per_rank=None, group=None
-        )
+        shape = found.resolve(Plan(found.name, self.ranks, self.num_microbatches))
         return found.place(shape).stages_per_microbatch
 
     @property

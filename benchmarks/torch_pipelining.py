@@ -18,6 +18,7 @@ from benchmarks.engine import Engine
 from benchmarks.runtime import MakeOptimizer
 from strategies.compiler import compile_program
 from strategies.ir.program import Program
+from strategies.plan import Plan
 from strategies.referee import notation
 from strategies.schedules import find_schedule
 
@@ -122,9 +123,7 @@ class SleepingTorch(TorchPipeline):
 
     def __init__(self, task: Task) -> None:
         found = find_schedule(task.schedule)
-        shape = found.resolve(
-            pp=task.ranks, num_microbatches=task.num_microbatches, stages_per_rank=None, group=None
-        )
+        shape = found.resolve(Plan(found.name, task.ranks, task.num_microbatches))
         placement, emulation = found.place(shape), task.emulation
         self._task = task
         super().__init__(
@@ -172,7 +171,5 @@ class TorchOurs(SleepingTorch):
 def runs_ours(schedule: str, *, pp: int, num_microbatches: int) -> bool:
     """Whether torch's runtime takes our order: every stage on one rank, a flush at the end."""
     found = find_schedule(schedule)
-    shape = found.resolve(
-        pp=pp, num_microbatches=num_microbatches, stages_per_rank=None, group=None
-    )
+    shape = found.resolve(Plan(found.name, pp, num_microbatches))
     return found.place(shape).weight_copies == 1 and found.synchronous

@@ -15,8 +15,7 @@ from typing import Literal
 from launcher.config import LaunchConfig
 from launcher.config.check_training import warmup_note
 from launcher.config.decode import brings_own
-from launcher.config.derived import asked_schedule, transformer_shape, uniform_costs
-from launcher.config.pipeline import recompute_policy
+from launcher.config.derived import asked_options, asked_schedule, transformer_shape, uniform_costs
 from launcher.processes.nodes import asked_world
 from launcher.workloads.data.source import SourceKind, TextSource
 from launcher.workloads.hf.hf_shape import HfShape, read_shape
@@ -46,17 +45,12 @@ from strategies.plan import (
     Plan,
     Recompute,
     ScheduleFile,
-    check_experts,
     num_buckets,
-    refuse_split_backward,
 )
 from strategies.planner.cut import balance, by_counts, skips
 from strategies.planner.problem import handing
-from strategies.schedules.schedule import Schedule, refuse_training
 from strategies.simulator.engine import simulate
 
-# The first forwards and backwards of a pipeline's ranks compile one after the other.
-COMPILING_S = 1800.0
 ELEMENT_BYTES = {
     "32-true": ElementSizes.all(4),
     "64-true": ElementSizes.all(8),
@@ -193,13 +187,9 @@ def resolve(
             "its place. Try trainer.precision=bf16-mixed."
         )
     dp = num_replicas(config)
-    check_experts(dp=dp, tp=config.tp, ep=config.ep, expert_tp=config.expert_tp)
-    asked = asked_schedule(config, dp, file)
-    if config.compile and config.mode in ("train", "validate"):
-        schedule, wanted = asked.schedule, config.schedule.split_backward
-        refuse_split_backward(schedule.name, own=schedule.splits_backward, asked=wanted)
-    recompute = recompute_policy(config.recompute)
     shape = model_shape(config)
+    tied = bool(getattr(shape.sizes, "tied", False)) if isinstance(shape, HfShape) else None
+    asked = asked_schedule(config, dp, file, tied=tied)
     sized: PlannedShape = traced or shape
     own_model = brings_own("model", config.model.name) or (
         isinstance(shape, HfShape) and shape.sizes is None
@@ -215,7 +205,7 @@ def resolve(
         elif isinstance(shape, HfShape):
             check_ep(shape, config.ep, config.tp)
     stages = () if opaque else _stages(config, sized, asked.placement)
-    loads = _loads(config, sized, stages, recompute) if stages else ()
+    loads = _loads(config, sized, stages, asked.plan.recompute) if stages else ()
     assumed = opaque or config.costs.name == "uniform"
     costs: Costs = uniform_costs(config) if assumed else _analytic(config, dp, loads)
     handed: tuple[tuple[int, int, int], ...] = ()
@@ -224,47 +214,37 @@ def resolve(
         costs = replace(costs, stages=handing(list(costs.stages), handed), handed=handed)
     if config.costs.name == "profiled":
         costs = _profiled(config, shape, stages, costs, dp)
-    plan = Plan(
-        schedule=config.schedule.name,
-        pp=config.pp,
-        num_microbatches=asked.num_microbatches,
-        stages_per_rank=asked.shape.stages_per_rank,
-        group=asked.group,
-        overlap=config.overlap.name,
+    plan = replace(
+        asked.plan,
         buckets=_buckets(config, dp, loads, asked.placement, opaque=opaque),
-        split_backward=config.schedule.split_backward,
-        vertical_sync=config.schedule.vertical_sync,
-        error_feedback=config.schedule.error_feedback,
-        accumulation=asked.shape.accumulation,
         costs=costs,
         memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
-        file=asked.file,
-        recompute=recompute,
-        loss_over=config.loss_over,
         skips=skips(handed),
-        pairs=config.overlap.exchange,
         exchanges=_exchanges(config, loads),
     )
     programs = compile_plan(plan)
     if config.mode in ("train", "validate"):
-        _refuse_late(config, asked.schedule, plan, programs, shape)
+        _refuse_versions(config, plan, programs)
     if config.mode not in ("simulate", "plan"):
         _ = programs.every  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
     late = _post_validation(config, programs, costs, opaque=opaque)
     if late is True:
         costs = keeping_updates(costs)
-    options = _options(config, dp, by_hand if own_model else tuple(map(len, stages)))
     return Run(
         config=config,
         dp=dp,
-        num_microbatches=asked.num_microbatches,
+        num_microbatches=plan.num_microbatches,
         batch_size=asked.batch_size,
         shape=shape,
         stages=stages,
         group=asked.shape.group if programs.choice is None else programs.choice.group,
         plan=plan,
-        options=replace(options, post_validation=late),
+        options=replace(
+            asked_options(config, dp),
+            units_per_stage=by_hand if own_model else tuple(map(len, stages)),
+            post_validation=late,
+        ),
         programs=programs,
         costs=costs,
         num_parameters=None if own_model and traced is None else sized.num_parameters,
@@ -294,43 +274,16 @@ def _post_validation(
     return pays(simulate(programs.train, costs), costs, memory_bytes=limit)
 
 
-def _refuse_late(
-    config: LaunchConfig,
-    schedule: Schedule,
-    plan: Plan,
-    programs: Programs,
-    shape: object,
-) -> None:
-    """What a training without a flush cannot be combined with, and versions that do not fit."""
-    trainer = config.trainer
-    by_norm = trainer.gradient_clip_algorithm == "norm"
-    refuse_training(
-        schedule,
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        vertical_sync=plan.vertical_sync,
-        clip=trainer.gradient_clip_val if by_norm else None,
-        on_nan=trainer.on_nan,
-        precision=trainer.precision,
-        # The table and the head are on the first and the last stage.
-        tied=bool(getattr(shape.sizes, "tied", False))
-        if isinstance(shape, HfShape)
-        else bool(getattr(shape, "tie_embeddings", False)),
-    )
-    if not schedule.synchronous and (config.ep > 1 or (config.tp > 1 and config.model.experts)):
-        raise PlanError(
-            f"schedule={schedule.name} never drains, and experts that ranks share (ep={config.ep}, "
-            f"tp={config.tp}) are updated by all of them together at the end of a step. Try "
-            "schedule=1f1b, or ep=1 and tp=1."
-        )
-    if schedule.synchronous or plan.costs is None or plan.memory_bytes is None:
+def _refuse_versions(config: LaunchConfig, plan: Plan, programs: Programs) -> None:
+    """Refuses versions of weights that do not fit."""
+    if programs.calls is None or plan.costs is None or plan.memory_bytes is None:
         return
     held = peak_memory(programs.train, plan.costs.table(programs.train))
     for rank, memory in enumerate(held or ()):
         if memory.total > plan.memory_bytes:
             versions = weight_versions(programs.train)[rank]
             raise PlanError(
-                f"schedule={schedule.name} holds {memory.total / 1e9:.3g} GB on rank {rank}, of it "
+                f"schedule={plan.schedule} holds {memory.total / 1e9:.3g} GB on rank {rank}, of it "
                 f"{memory.parameters / 1e9:.3g} GB for {versions} versions of its weights, and "
                 f"hardware.memory_gb={config.hardware.memory_gb:g}. Try schedule=1f1b, which holds "
                 "one version, more ranks (pp), or another hardware.memory_gb."
@@ -449,30 +402,6 @@ def layer_units(shape: PlannedShape, layers: tuple[int, ...]) -> tuple[int, ...]
     units[0] += 1  # the embedding
     units[-1] += 1  # the head
     return tuple(units)
-
-
-def _options(config: LaunchConfig, dp: int, cut: tuple[int, ...] | None) -> Options:
-    compiling_s = COMPILING_S if config.compile else 0.0
-    return Options(
-        dp=dp,
-        tp=config.tp,
-        ep=config.ep,
-        expert_tp=config.expert_tp,
-        sequence_parallel=config.sequence_parallel,
-        units_per_stage=cut,
-        bucket_mb=config.overlap.bucket_mb,
-        grad_dtype=config.overlap.grad_dtype,
-        sum_dtype=config.overlap.sum_dtype,
-        backend=config.cluster.backend,
-        timeout_s=max(config.cluster.timeout_s, compiling_s),
-        seed=config.seed,
-        async_save=config.trainer.async_save,
-        compile=config.compile,
-        on_nan=config.trainer.on_nan,
-        checkpoints="folder",
-        whole_after=False,
-        synchronous_steps=config.schedule.synchronous_steps,
-    )
 
 
 def _loads(

@@ -51,8 +51,9 @@ from strategies.plan import (
     ScheduleFile,
     check_keyword_types,
 )
+from strategies.rules import check
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
-from strategies.schedules.schedule import given_group, refuse_late
+from strategies.schedules.schedule import given_group
 from strategies.schedules.search.best_order import equal_durations
 
 _HALVES = attrgetter("halves")  # read from hundreds of thousands of instructions
@@ -157,11 +158,9 @@ def _period(plan: Plan) -> int:
 def _compute(plan: Plan, period: int | None, held: Held | None = None) -> Program:
     """As ``compile_compute``; ``held``: what ranks hold, where that is more than of one step."""
     compute, durations = _ordered(plan)
-    schedule = schedule_of(plan)
     _check_compute_only(compute)
     verify(compute)
     if plan.split_backward:
-        _refuse_split_twice(schedule)
         compute = verify(split_backward(compute, durations or equal_durations(compute.placement)))
     if plan.recompute.rewrites:
         compute = add_recompute(
@@ -195,28 +194,10 @@ def schedule_of(plan: Plan) -> Schedule:
     return find_schedule(plan.schedule, file=plan.file, pp=plan.pp)
 
 
-def check_plan(plan: Plan) -> Shape:
-    """Its shape, after all that can be refused without making a program."""
-    schedule, shape = schedule_of(plan), resolve_shape(plan)
-    if not schedule.synchronous:
-        _refuse_stream(plan, schedule.name)
-    elif plan.split_backward:
-        _refuse_split_twice(schedule)
-    return shape
-
-
 def resolve_shape(plan: Plan) -> Shape:
-    """The plan's degrees with defaults filled in, checked against its schedule's rules."""
-    schedule = schedule_of(plan)
-    refuse_late(schedule, error_feedback=plan.error_feedback)
-    return schedule.resolve(
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        group=plan.group,
-        vertical_sync=plan.vertical_sync,
-        accumulation=plan.accumulation,
-    )
+    """The plan's degrees with defaults filled in, after all that can be refused at once."""
+    check(plan)
+    return schedule_of(plan).resolve(plan)
 
 
 def compile_program(
@@ -377,7 +358,6 @@ def _streamed(plan: Plan) -> Programs:
     """Of a schedule without a flush: as many batches as show how it begins, goes on and ends."""
     schedule, shape = schedule_of(plan), resolve_shape(plan)
     assert schedule.lateness is not None
-    _refuse_stream(plan, schedule.name)
     lateness = schedule.lateness(shape)
     batch = compile_compute(plan)
     updates = verify(_train(batch, plan))
@@ -402,29 +382,6 @@ def _streamed(plan: Plan) -> Programs:
     stream = streamed(_compute(whole_plan, _period(plan), held))
     calls = Calls(stream, lateness, update, shape.num_microbatches)
     return Programs(lower_stream(stream, lateness), None, updates, plan, calls)
-
-
-def _refuse_split_twice(schedule: Schedule) -> None:
-    if schedule.splits_backward:
-        raise PlanError(
-            f"schedule.split_backward=true: {schedule.name} splits its backwards by itself. "
-            "Remove schedule.split_backward."
-        )
-
-
-def _refuse_stream(plan: Plan, name: str) -> None:
-    """What cannot be had without a flush."""
-    if plan.loss_over == "batch":
-        raise PlanError(
-            f"loss_over=batch with schedule={name}: one loss of the whole batch needs all of its "
-            "forwards before the first backward, which is a flush. Try schedule=1f1b, or "
-            "loss_over=microbatch."
-        )
-    if plan.split_backward:
-        raise PlanError(
-            f"schedule.split_backward=true with schedule={name}: there is no bubble for weight "
-            "gradients to fill. Remove schedule.split_backward, or try schedule=zb_h1."
-        )
 
 
 def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:

@@ -12,58 +12,6 @@ from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.small_file import read_bytes
 
-# ---------------------------------------------------------------------------------- compiled units
-# What ``compile=true`` asks of a schedule. Torch-free, so that the parent can refuse in time.
-
-
-def refuse_split_backward(schedule: str, *, own: bool, asked: bool) -> None:
-    """Refuses compiled units in a program with I and W.
-
-    A compiled unit's backward is one piece of generated code: it computes the weights' gradients
-    with the inputs', so I would do all of the work and W none, which is neither what the schedule
-    was made for nor what was simulated.
-
-    Raises:
-        PlanError: The schedule splits by itself (``own``), or the user has asked for it.
-    """
-    if own or asked:
-        what = f"schedule={schedule}" if own else "schedule.split_backward=true"
-        fix = "schedule=1f1b, which does not split them" if own else "schedule.split_backward=false"
-        raise PlanError(
-            f"compile=true with {what}: the program runs every backward in two halves, I and W, "
-            "but a compiled unit has one backward that cannot be cut: I would take the time of "
-            f"both. Try {fix}, or compile=false."
-        )
-
-
-def refuse_selective(policy: Policy) -> None:
-    """Refuses compiled units that are to recompute operation by operation.
-
-    Raises:
-        PlanError: ``policy`` recomputes inside layers.
-    """
-    if policy in _INSIDE:
-        raise PlanError(
-            f"compile=true with recompute={policy}: what is computed again is decided operation by "
-            "operation, and a compiled unit hides its operations. Try recompute=full, or "
-            "compile=false."
-        )
-
-
-def refuse_own_order(policy: Policy) -> None:
-    """Refuses one loss of the whole batch where recomputation decides about the order.
-
-    Raises:
-        PlanError: ``policy`` moves forwards and backwards.
-    """
-    if policy in ("mario", "optimal"):
-        raise PlanError(
-            f"loss_over=batch with recompute={policy}: that makes an order of its own, in which "
-            "backwards begin before the last forward, and one loss of the whole batch needs all "
-            "forwards first. Try recompute=full, or loss_over=microbatch."
-        )
-
-
 # --------------------------------------------------------------------------------------- recompute
 # Which forwards keep only their input and are run again before their backward.
 
@@ -227,19 +175,11 @@ class Plan:
     exchanges: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.pairs and self.loss_over == "batch":
-            raise PlanError(
-                "overlap.exchange=true runs a forward with the backward of another microbatch, and "
-                "with loss_over=batch all forwards come first. Try overlap.exchange=false, or "
-                "loss_over=microbatch."
-            )
         if self.loss_over not in LOSS_OVER:
             raise PlanError(
                 f"loss_over={self.loss_over} is unknown. Try loss_over="
                 f"{' or loss_over='.join(LOSS_OVER)}."
             )
-        if self.loss_over == "batch":
-            refuse_own_order(self.recompute.policy)
         if not 0 <= self.error_feedback <= 1:
             raise PlanError(
                 f"schedule.error_feedback={self.error_feedback:g} is a share, 0 for nothing "
@@ -297,51 +237,6 @@ class Options:
 
 # Resident size of a rank that has imported torch and Lightning and done nothing yet.
 IDLE_RANK_BYTES = 350_000_000
-
-
-def check_experts(
-    *,
-    dp: int | Literal["auto"],
-    tp: int,
-    ep: int,
-    expert_tp: bool,
-    sequence_parallel: bool = False,
-) -> None:
-    """Refuses degrees over which experts do not come out even; of ``dp=auto`` all else.
-
-    Raises:
-        PlanError: What is wrong, and what would do.
-    """
-    if not expert_tp:
-        if dp != "auto" and dp * tp % ep:
-            raise PlanError(indivisible(ep, dp=dp, tp=tp))
-        return
-    if tp == 1:
-        raise PlanError(
-            "expert_tp=true cuts each expert's matrices over the ranks of tp, and tp=1. Try tp=2, "
-            "or expert_tp=false."
-        )
-    if sequence_parallel:
-        raise PlanError(
-            "expert_tp=true with sequence_parallel=true: ranks that share an expert's matrices "
-            "need the same tokens. Try sequence_parallel=false."
-        )
-    if dp != "auto" and dp % ep:
-        fit = max(n for n in range(1, min(ep, dp) + 1) if dp % n == 0)
-        raise PlanError(
-            f"expert_tp=true cuts each expert over tp={tp} ranks and leaves dp={dp} to spread them "
-            f"over, which ep={ep} does not divide. Try ep={fit}, or dp={ep}."
-        )
-
-
-def indivisible(ep: int, *, dp: int, tp: int) -> str:
-    """What is said where ep does not divide the ranks that share a stage."""
-    places = dp * tp
-    fit = max(n for n in range(1, min(ep, places) + 1) if places % n == 0)
-    return (
-        f"ep={ep} does not divide dp={dp} times tp={tp}, the {places} ranks that the experts of a "
-        f"stage are spread over. Try ep={fit}, or dp={math.lcm(ep, tp) // tp}."
-    )
 
 
 def num_buckets(num_bytes: int, bucket_mb: float) -> int:

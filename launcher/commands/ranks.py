@@ -25,7 +25,7 @@ from launcher.checkpoints import (
 from launcher.config import LaunchConfig
 from launcher.config.check_code import CODE_MODES
 from launcher.config.checkpoint_keys import USED_BY, compared
-from launcher.config.derived import asked_schedule
+from launcher.config.derived import COMPILING_S, asked_schedule
 from launcher.config.key import shorten
 from launcher.planning.profile_check import rank_threads
 from launcher.processes import torchrun
@@ -36,7 +36,7 @@ from launcher.processes.preempted import INTERRUPTED, PreemptedError, PrunedErro
 from launcher.processes.rank_server import RankServer, rank_server
 from launcher.processes.task import JOB_FILE, rewrite_task, write_task
 from launcher.report.result import write_result
-from launcher.resolve import COMPILING_S, Run, num_gpus, text_source, uses_gpu
+from launcher.resolve import Run, num_gpus, text_source, uses_gpu
 from launcher.secrets import check_wandb_key, mask
 from launcher.terminal import complain, say, shortened
 from launcher.workloads.data.identity import other_data
@@ -152,10 +152,10 @@ def tell_size(config: LaunchConfig) -> None:
     if config.mode == "plan" or config.plan == "auto":
         return
     asked = asked_schedule(config, None if config.dp == "auto" else int(config.dp))
-    forwards = asked.placement.num_stages * asked.num_microbatches
+    forwards = asked.placement.num_stages * asked.plan.num_microbatches
     if forwards > _TOLD_FORWARDS:
         say(
-            f"compiling a step of {asked.num_microbatches:,} microbatches on "
+            f"compiling a step of {asked.plan.num_microbatches:,} microbatches on "
             f"{asked.placement.num_stages} stages, {forwards:,} forwards: about "
             f"{forwards / _FORWARDS_PER_S:.0f} s"
         )

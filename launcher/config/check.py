@@ -39,7 +39,6 @@ from launcher.workloads.model_share import check_ep, check_expert_tp
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import check_transformer_tp
 from strategies.errors import PlanError
-from strategies.plan import check_experts, refuse_own_order, refuse_selective
 
 _MOST = 2**53  # beyond it JSON and floats lose digits
 _MAY_BE_EMPTY = ("generate.prompt", "experiment_name")
@@ -90,9 +89,9 @@ def check(config: LaunchConfig) -> None:
         )
     own_order(config)
     _check_planner(config)
+    _check_beside_order(config)
     if not _leaves_open(config):
         _check_schedule(config)
-    _check_beside_order(config)
 
 
 def _check_beside_order(config: LaunchConfig) -> None:
@@ -168,32 +167,14 @@ def _check_names(config: LaunchConfig) -> None:
 
 
 def _check_sharing(config: LaunchConfig, shape: TransformerShape) -> None:
-    if config.sequence_parallel and config.tp == 1 and not _leaves_open(config):
-        raise PlanError(
-            "sequence_parallel=true cuts activations between the ranks of tp, and tp=1. "
-            "Try tp=2, or sequence_parallel=false."
-        )
     # With uniform costs the model plays no part; what a package's model allows, the ranks know, and
     # of a folder's model resolve().
     uniform = config.mode == "simulate" and config.costs.name == "uniform"
     if not uniform and config.model.name != "hf" and not brings_own("model", config.model.name):
         check_transformer_tp(shape, config.tp, sequence_parallel=config.sequence_parallel)
         check_ep(shape, config.ep)
-    if config.overlap.exchange and config.ep == 1 and not _leaves_open(config):
-        raise PlanError(
-            "overlap.exchange=true runs the exchange of tokens under other compute, and ep=1 has "
-            "none. Try ep=2 with a model that has experts, or overlap.exchange=false."
-        )
     if config.expert_tp:
         _check_expert_tp(config, shape)
-    if not _leaves_open(config):
-        check_experts(
-            dp="auto" if config.dp == "auto" else int(config.dp),
-            tp=config.tp,
-            ep=config.ep,
-            expert_tp=config.expert_tp,
-            sequence_parallel=config.sequence_parallel,
-        )
 
 
 def _check_expert_tp(config: LaunchConfig, shape: TransformerShape) -> None:
@@ -277,11 +258,6 @@ def _check_schedule(config: LaunchConfig) -> None:
             "none. Try schedule=custom schedule.file=my.csv, or without schedule.placement."
         )
     asked = asked_schedule(config, None if config.dp == "auto" else int(config.dp))
-    if schedule.split_backward and asked.schedule.splits_backward:
-        raise PlanError(
-            f"schedule.split_backward=true: {schedule.name} splits its backwards by itself.",
-            fix="Remove schedule.split_backward.",
-        )
     if config.costs.name == "uniform":
         uniform_costs(config).check_sizes(asked.placement)
     counts = schedule.layers_per_stage
@@ -308,10 +284,6 @@ def _check_sums(config: LaunchConfig) -> None:
 
 def _check_recompute(config: LaunchConfig) -> None:
     asked = recompute_policy(config.recompute)
-    if config.loss_over == "batch":
-        refuse_own_order(asked.policy)
-    if config.compile and config.mode in ("train", "validate"):
-        refuse_selective(asked.policy)
     if asked.policy == "layer" and (config.mode == "profile" or config.costs.name == "profiled"):
         raise PlanError(
             "recompute=layer with a profile: it has the times of forwards and of backwards that "

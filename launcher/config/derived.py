@@ -5,85 +5,127 @@ The check of a configuration and its resolution both read it here, so they canno
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from launcher.config.launch import LaunchConfig
+from launcher.config.pipeline import recompute_policy
 from launcher.config.workload import ModelConfig
 from launcher.workloads.transformer_shape import MoeShape, TransformerShape
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.program import Placement
-from strategies.plan import ScheduleFile, read_schedule_file
+from strategies.plan import Options, Plan, ScheduleFile, read_schedule_file
+from strategies.rules import Training, check
 from strategies.schedules import find_schedule
-from strategies.schedules.schedule import Schedule, Shape, given_group, refuse_late
+from strategies.schedules.schedule import Shape, given_group
 
 MOST_FORWARDS = 200_000
 """Of a step, on all stages of one replica: minutes, and gigabytes."""
+COMPILING_S = 1800.0
+"""The first forwards and backwards of a pipeline's ranks compile one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A schedule with the numbers that it is asked for, defaults filled in.
+    """What keys of the pipeline come to, defaults filled in.
 
     Attributes:
-        schedule: The registry's entry, or the file that ``custom`` takes its order from.
-        file: Its content, if it has one.
-        num_microbatches: M per step and replica.
-        group: ``schedule.group``; None where the compiler takes the default, or chooses.
+        plan: What keys alone say of it; costs, buckets and what a model sends come later.
+        batch_size: Sequences per step and replica; 0 where that waits for the number of replicas.
         shape: What the schedule orders.
         placement: Its stages on ranks.
     """
 
-    schedule: Schedule
-    file: ScheduleFile | None
-    num_microbatches: int
+    plan: Plan
     batch_size: int
-    group: int | None
     shape: Shape
     placement: Placement
 
 
-def asked_schedule(config: LaunchConfig, dp: int | None, file: ScheduleFile | None = None) -> Asked:
+def asked_schedule(
+    config: LaunchConfig,
+    dp: int | None,
+    file: ScheduleFile | None = None,
+    *,
+    tied: bool | None = None,
+) -> Asked:
     """What ``schedule.*``, ``pp`` and the three keys of the batch come to.
 
     Args:
         config: ``schedule.file`` is relative to the working directory.
         dp: Replicas; None before the machine is looked at.
-        file: The content of ``schedule.file``, where somebody has read it already: on a rank, that
-            is the parent.
+        file: The content of ``schedule.file``, where it has been read already: on a rank, that is
+            the parent.
+        tied: Whether the model shares weights between its first and last stage; None for what
+            ``model.*`` says.
 
     Raises:
         PlanError: There is no such schedule or file, or keys do not fit together.
         ProgramError: The file is wrong; the message has line and column.
     """
-    asked = config.schedule
+    asked, trainer = config.schedule, config.trainer
     if file is None and asked.file is not None:
         file = read_schedule_file(asked.file, placement=asked.placement)
     own_order(config)
     schedule = find_schedule(asked.name, file=file, pp=config.pp)
-    refuse_late(
-        schedule,
-        synchronous_steps=asked.synchronous_steps,
-        error_feedback=asked.error_feedback,
-        post_validation=config.trainer.post_validation,
-    )
     fixed = schedule.num_microbatches
     default = schedule.usual_microbatches(config.pp)
     if dp is None and config.data.global_batch_size is not None:
         count, rows = default, 0  # Their number waits for that of the replicas.
     else:
         count, rows = _plan_batches(config, dp or 1, fixed, default)
-    group = given_group(asked.group, schedule)
     _refuse_endless(config, count, asked.stages_per_rank or schedule.stages_per_rank)
-    shape = schedule.resolve(
+    plan = Plan(
+        schedule=asked.name,
         pp=config.pp,
         num_microbatches=count,
         stages_per_rank=asked.stages_per_rank,
-        group=group,
+        group=given_group(asked.group, schedule),
+        overlap=config.overlap.name,
+        split_backward=asked.split_backward,
+        file=file,
+        recompute=recompute_policy(config.recompute),
+        loss_over=config.loss_over,
         vertical_sync=asked.vertical_sync,
-        accumulation=1 if schedule.synchronous else config.trainer.accumulate_grad_batches,
+        error_feedback=asked.error_feedback,
+        accumulation=1 if schedule.synchronous else trainer.accumulate_grad_batches,
+        pairs=config.overlap.exchange,
     )
-    return Asked(schedule, file, count, rows, group, shape, schedule.place(shape))
+    training = Training(
+        precision=trainer.precision,
+        clip=trainer.gradient_clip_val if trainer.gradient_clip_algorithm == "norm" else None,
+        tied=config.model.tie_embeddings if tied is None else tied,
+        experts=bool(config.model.experts),
+    )
+    trains = config.mode in ("train", "validate")
+    check(plan, asked_options(config, dp), training if trains else None)
+    shape = schedule.resolve(plan)
+    plan = replace(plan, stages_per_rank=shape.stages_per_rank)
+    return Asked(plan, rows, shape, schedule.place(shape))
+
+
+def asked_options(config: LaunchConfig, dp: int | None) -> Options:
+    """How ranks run the plan; the units of stages come later."""
+    return Options(
+        dp=dp or "auto",
+        tp=config.tp,
+        ep=config.ep,
+        expert_tp=config.expert_tp,
+        sequence_parallel=config.sequence_parallel,
+        bucket_mb=config.overlap.bucket_mb,
+        grad_dtype=config.overlap.grad_dtype,
+        sum_dtype=config.overlap.sum_dtype,
+        backend=config.cluster.backend,
+        timeout_s=max(config.cluster.timeout_s, COMPILING_S if config.compile else 0.0),
+        seed=config.seed,
+        async_save=config.trainer.async_save,
+        compile=config.compile,
+        on_nan=config.trainer.on_nan,
+        checkpoints="folder",
+        whole_after=False,
+        post_validation=config.trainer.post_validation,
+        synchronous_steps=config.schedule.synchronous_steps,
+    )
 
 
 def _refuse_endless(config: LaunchConfig, count: int, stages_per_rank: int) -> None:

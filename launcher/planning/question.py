@@ -42,9 +42,10 @@ from launcher.workloads.transformer_shape import TransformerShape
 from strategies.costs.load import Load
 from strategies.costs.profile_costs import stage_classes
 from strategies.errors import PlanError
-from strategies.plan import NO_RECOMPUTE, Recompute, check_experts
+from strategies.plan import NO_RECOMPUTE, Options, Plan, Recompute
 from strategies.planner.problem import Machine, Measured, Problem
 from strategies.planner.space import Space
+from strategies.rules import check
 from strategies.schedules import find_schedule
 
 _DEFAULT_BATCH = 128
@@ -130,10 +131,8 @@ def question(
     pins = frozenset(pinned)
     space = _space(config, pins, shape)
     if config.expert_tp:
-        check_experts(
-            dp="auto", tp=space.tp or 2, ep=config.ep, expert_tp=True,
-            sequence_parallel=config.sequence_parallel,
-        )  # fmt: skip
+        cut = config.sequence_parallel
+        check(Plan(), Options(tp=space.tp or 2, expert_tp=True, sequence_parallel=cut))
     problem = Problem(
         machine,
         loads,

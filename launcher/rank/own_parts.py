@@ -158,7 +158,7 @@ def _try_model(config: LaunchConfig) -> None:
     offers = _offered(
         config,
         batch_size=asked.batch_size,
-        num_microbatches=asked.num_microbatches,
+        num_microbatches=asked.plan.num_microbatches,
         sequence=shape.sequence,
         vocab=shape.vocab,
     )

@@ -8,7 +8,7 @@ from functools import lru_cache
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.table import CostTable
 from strategies.ir.program import Placement
-from strategies.plan import Overlap, Recompute
+from strategies.plan import Overlap, Plan, Recompute
 from strategies.planner.cut import MemoryLimit, balance_ranks, cut_chain
 from strategies.planner.problem import (
     Candidate,
@@ -158,12 +158,8 @@ def _by_placement(
     found: dict[tuple[Placement, bool, bool], list[Order]] = {}
     for order in listed:
         schedule = find_schedule(order.schedule)
-        shape = schedule.resolve(
-            pp=pp,
-            num_microbatches=num_microbatches,
-            stages_per_rank=order.stages_per_rank,
-            group=order.group,
-        )
+        plan = Plan(order.schedule, pp, num_microbatches, order.stages_per_rank, order.group)
+        shape = schedule.resolve(plan)
         key = (schedule.place(shape), schedule.splits_backward, schedule.synchronous)
         found.setdefault(key, []).append(order)
     return tuple((key, tuple(members)) for key, members in found.items())

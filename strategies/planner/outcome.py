@@ -269,13 +269,7 @@ def lists_plan(group: Group, order: Order) -> Plan:
         return replace(plan, schedule="interleaved_1f1b", group=plan.pp)
     if order.schedule != "interleaved_1f1b":
         return plan
-    shape = schedule.resolve(
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=order.stages_per_rank,
-        group=plan.group,
-    )
-    return replace(plan, group=shape.group)
+    return replace(plan, group=schedule.resolve(plan).group)
 
 
 def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
@@ -351,12 +345,7 @@ def shortened(plan: Plan) -> Plan:
     schedule = find_schedule(plan.schedule)
     if not schedule.repeats or plan.split_backward or plan.recompute.policy == "mario":
         return plan
-    shape = schedule.resolve(
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        stages_per_rank=plan.stages_per_rank,
-        group=plan.group,
-    )
+    shape = schedule.resolve(plan)
     # An even number of ranks' rounds, so that both weight copies get their share.
     turn = shape.group or plan.pp
     left = plan.num_microbatches % turn

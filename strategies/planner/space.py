@@ -9,7 +9,7 @@ from typing import Literal
 
 from strategies.errors import PlanError
 from strategies.passes.group_choice import group_candidates
-from strategies.plan import NO_RECOMPUTE, Overlap, Policy, Recompute
+from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Policy, Recompute
 from strategies.planner.problem import Layout, Order, Problem
 from strategies.schedules import SCHEDULES, Schedule, find_schedule
 
@@ -245,10 +245,7 @@ def _possible(
 ) -> bool:  # fmt: skip
     try:
         shape = schedule.resolve(
-            pp=layout.pp,
-            num_microbatches=layout.num_microbatches,
-            stages_per_rank=stages,
-            group=group,
+            Plan(schedule.name, layout.pp, layout.num_microbatches, stages, group)
         )
     except PlanError:
         return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction
 from strategies.ir.program import Placement, bidirectional, loop, v
+from strategies.plan import Plan
 
 Rows = tuple[tuple[Instruction, ...], ...]
 
@@ -155,21 +156,13 @@ class Schedule:
         """The default M."""
         return self.num_microbatches or self.usual or 2 * pp
 
-    def resolve(
-        self,
-        *,
-        pp: int,
-        num_microbatches: int,
-        stages_per_rank: int | None,
-        group: int | None,
-        vertical_sync: bool = False,
-        accumulation: int = 1,
-    ) -> Shape:
-        """Fills defaults and checks the arguments against the schedule's rules.
+    def resolve(self, plan: Plan) -> Shape:
+        """Fills a plan's defaults and checks its numbers against the schedule's rules.
 
         Raises:
             PlanError: A rule is broken; the message has the nearest value that works.
         """
+        pp, num_microbatches, group = plan.pp, plan.num_microbatches, plan.group
         if pp < 1:
             raise PlanError(f"pp={pp} is not a number of ranks. Try pp=1.")
         if num_microbatches < 1:
@@ -177,7 +170,7 @@ class Schedule:
                 f"num_microbatches={num_microbatches}: {self.name} needs at least 1 microbatch. "
                 f"Try num_microbatches={2 * pp}."
             )
-        stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
+        stages = self.stages_per_rank if plan.stages_per_rank is None else plan.stages_per_rank
         if stages < 1:
             raise PlanError(
                 f"schedule.stages_per_rank={stages}: a rank holds at least 1 stage. "
@@ -189,7 +182,7 @@ class Schedule:
                 f"rank. Try schedule.stages_per_rank={self.stages_per_rank}, or "
                 f"schedule=interleaved_1f1b schedule.stages_per_rank={stages}."
             )
-        if vertical_sync and self.name != "pipedream":
+        if plan.vertical_sync and self.name != "pipedream":
             raise PlanError(
                 f"schedule.vertical_sync=true: {self.name} uses one version of the weights for a "
                 "microbatch on all stages anyway.",
@@ -208,7 +201,8 @@ class Schedule:
                 f"schedule.group={group}: {self.name} needs pp <= group <= num_microbatches, here "
                 f"{low} to {high}. Try schedule.group={min(max(group, low), high)}."
             )
-        shape = Shape(pp, num_microbatches, stages, group, None, vertical_sync, accumulation)
+        late = plan.vertical_sync, plan.accumulation
+        shape = Shape(pp, num_microbatches, stages, group, None, *late)
         if self.rule is not None:
             self.rule(shape)
         return shape
@@ -287,114 +281,3 @@ def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...
         for item in row
         if item.microbatch is not None and item.microbatch < shape.num_microbatches
     )
-
-
-# ------------------------------------------------------------------------------------ without flush
-# What training without a flush cannot be combined with.
-
-
-def refuse_late(
-    schedule: Schedule,
-    *,
-    synchronous_steps: int = 0,
-    error_feedback: float = 0.0,
-    post_validation: bool | str = "auto",
-) -> None:
-    """Refuses remedies for late gradients, or for the wait at a flush, where there are none.
-
-    Raises:
-        PlanError: The schedule flushes at every step, never does, or is late by more than one
-            update.
-    """
-    name = schedule.name
-    if post_validation is True and not schedule.synchronous:
-        raise PlanError(
-            f"trainer.post_validation=true: {name} has no flush at which ranks would wait for the "
-            "verdict on an update.",
-            fix="Remove trainer.post_validation, or try schedule=zb_v.",
-        )
-    if schedule.synchronous and synchronous_steps:
-        raise PlanError(
-            f"schedule.synchronous_steps={synchronous_steps}: {name} ends every step with a flush.",
-            fix="Remove schedule.synchronous_steps, or try schedule=pipedream_2bw.",
-        )
-    if error_feedback and schedule.synchronous:
-        raise PlanError(
-            f"schedule.error_feedback={error_feedback:g}: {name} ends every step with a flush, so "
-            "no gradient is late.",
-            fix="Remove schedule.error_feedback, or try schedule=pipedream_2bw.",
-        )
-    if error_feedback and name != "pipedream_2bw":
-        raise PlanError(
-            f"schedule.error_feedback={error_feedback:g}: it corrects gradients that are one "
-            f"update late, and those of {name} are late by as many as there are ranks behind a "
-            "stage.",
-            fix="Remove schedule.error_feedback, or try schedule=pipedream_2bw.",
-        )
-
-
-def refuse_training(
-    schedule: Schedule,
-    *,
-    pp: int,
-    num_microbatches: int,
-    vertical_sync: bool,
-    clip: float | None,
-    on_nan: str,
-    precision: str,
-    tied: bool = False,
-) -> None:
-    """Refuses what contradicts a schedule without a flush; nothing for one with a flush.
-
-    Args:
-        schedule: The one that is to train.
-        pp: P.
-        num_microbatches: M.
-        vertical_sync: As in ``Shape``.
-        clip: The limit of the gradient's norm; None for none.
-        on_nan: What happens where a gradient is not finite.
-        precision: Lightning's word.
-        tied: Whether stages are known to share weights.
-
-    Raises:
-        PlanError: The first thing that cannot be had, with what can.
-    """
-    if schedule.synchronous:
-        return
-    name = schedule.name
-    if precision == "16-mixed":
-        raise PlanError(
-            f"precision=16-mixed with schedule={name}: its scale of the loss changes with an "
-            "update, and microbatches under way have the one before. Try trainer.precision="
-            "bf16-mixed, or schedule=1f1b."
-        )
-    if name != "pipedream":
-        return
-    if num_microbatches > 1:
-        raise PlanError(
-            f"num_microbatches={num_microbatches} with schedule=pipedream: it updates the weights "
-            "behind every microbatch, and a training step is one update. Try num_microbatches=1 "
-            f"with batches {num_microbatches} times smaller (accumulate_grad_batches="
-            f"{num_microbatches} makes one update of as many), or schedule=pipedream_2bw, which "
-            "makes one update per batch."
-        )
-    apart = not vertical_sync and pp > 1
-    if apart and clip:
-        raise PlanError(
-            f"gradient_clip_val={clip:g} with schedule=pipedream: the last stage applies a "
-            f"microbatch's gradient {pp - 1} backwards before the first stage has its own, so "
-            "nobody knows the norm of both in time. Try schedule.vertical_sync=true, where all "
-            "apply it together, schedule=pipedream_2bw, or gradient_clip_algorithm=value."
-        )
-    if apart and tied:
-        raise PlanError(
-            "tied embeddings with schedule=pipedream: the first and the last stage share a matrix, "
-            "and each applies its gradient at a time of its own. Try schedule.vertical_sync=true, "
-            "or schedule=pipedream_2bw."
-        )
-    if apart and on_nan == "skip":
-        raise PlanError(
-            "on_nan=skip with schedule=pipedream: the last stage has applied a gradient before the "
-            "first one knows whether its own is finite. Try on_nan=stop, "
-            "schedule.vertical_sync=true, or schedule=pipedream_2bw."
-        )

@@ -12,6 +12,7 @@ import torch
 
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
+from strategies.plan import Plan
 from strategies.schedules import SCHEDULES
 from tests.ranks.pool import Ranks
 from tests.ranks.training import Case, evaluate, evaluated, reference, small_shape, train
@@ -36,9 +37,7 @@ def _microbatches(schedule: str, pp: int, wanted: int) -> int:
     """The next number that the schedule's rules allow."""
     for count in itertools.count(wanted):
         try:
-            SCHEDULES[schedule].resolve(
-                pp=pp, num_microbatches=count, stages_per_rank=None, group=None
-            )
+            SCHEDULES[schedule].resolve(Plan(schedule, pp, count))
         except PlanError:
             continue
         return count

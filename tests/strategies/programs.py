@@ -163,9 +163,7 @@ def legal_microbatches(schedule: str, pp: int, least: int, stages: int | None = 
     """The next number of microbatches that the schedule's rules allow."""
     for count in itertools.count(least):
         try:
-            SCHEDULES[schedule].resolve(
-                pp=pp, num_microbatches=count, stages_per_rank=stages, group=None
-            )
+            SCHEDULES[schedule].resolve(Plan(schedule, pp, count, stages))
         except PlanError:
             assert count < least + 64
             continue

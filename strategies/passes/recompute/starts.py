@@ -19,6 +19,7 @@ from strategies.passes.recompute.mario import (
     overlap_recompute,
     remove_redundancy,
 )
+from strategies.plan import Plan
 from strategies.schedules import SCHEDULES, Schedule
 
 Pair = tuple[int, int | None]  # stage, microbatch
@@ -172,10 +173,7 @@ def _sibling(schedule: Schedule, program: Program) -> Program | None:
         return None  # Of one stage per rank, orders made for several are others' orders.
     try:
         shape = schedule.resolve(
-            pp=placement.num_ranks,
-            num_microbatches=program.num_microbatches,
-            stages_per_rank=stages,
-            group=None,
+            Plan(schedule.name, placement.num_ranks, program.num_microbatches, stages)
         )
         if schedule.place(shape) != placement:
             return None

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -29,8 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from strategies.errors import PlanError, by_host
 from strategies.heartbeat import PHASE, Heartbeat, Phase
 from strategies.models.state import Generators
-from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan, check_experts
+from strategies.plan import IDLE_RANK_BYTES, Backend, Options, Plan
 from strategies.raised import raised_by
+from strategies.rules import check
 from strategies.runtime.lightning.common_end import (
     End,
     Rank,
@@ -187,10 +189,7 @@ class RanksStrategy(ParallelStrategy):
         processes = self._num_nodes * self.num_processes
         pp, tp = self._plan.pp, self._options.tp
         check_world(pp=pp, dp=self.dp, tp=tp, world_size=processes)
-        check_experts(
-            dp=self.dp, tp=tp, ep=self._options.ep, expert_tp=self._options.expert_tp,
-            sequence_parallel=self._options.sequence_parallel,
-        )  # fmt: skip
+        check(self._plan, replace(self._options, dp=self.dp))
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             _refuse_crowd(processes, self.num_processes)

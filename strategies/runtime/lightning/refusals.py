@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -25,13 +24,13 @@ from strategies.models.contents import generator_words, is_generator, walk
 from strategies.models.replay.gate import unchanged
 from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.unit_model import HasUnits
-from strategies.plan import OnNan, Plan, refuse_selective, refuse_split_backward
+from strategies.plan import OnNan, Plan
 from strategies.runtime.lightning.manual_optimization import refuse_manual
 from strategies.schedules import find_schedule
 
 
 def refuse_module(
-    trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, compiled: bool, shared: bool
+    trainer: pl.Trainer, module: pl.LightningModule, plan: Plan, *, shared: bool
 ) -> None:
     """Refuses modules and callbacks that decide what the program decides.
 
@@ -47,10 +46,6 @@ def refuse_module(
             "twice: each copy would see half of the microbatches, and the two would differ in "
             "evaluation. Try schedule=zb_v, or track_running_stats=False."
         )
-    if compiled and trainer.state.fn == TrainerFn.FITTING:
-        asked = plan.split_backward
-        refuse_split_backward(found.name, own=found.splits_backward, asked=asked)
-        refuse_selective(plan.recompute.policy)
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise ModelError(
             f"{type(module._orig_mod).__name__} is compiled as a whole, and a pipeline cuts it. "

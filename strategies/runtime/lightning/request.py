@@ -16,7 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from strategies.compiler import check_plan, schedule_of
+from strategies.compiler import schedule_of
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
 from strategies.plan import (
@@ -31,10 +31,10 @@ from strategies.plan import (
     Policy,
     Recompute,
     ScheduleFile,
-    check_experts,
     read_schedule_file,
 )
-from strategies.schedules.schedule import given_group, refuse_late
+from strategies.rules import check
+from strategies.schedules.schedule import given_group
 
 
 class Keywords(TypedDict, total=False):
@@ -188,40 +188,18 @@ def _check_together(plan: Plan, options: Options) -> None:
     if schedule.name == "pipedream_2bw":
         # How many batches make an update the Trainer says: checked when training begins.
         plan = replace(plan, accumulation=max(plan.accumulation, plan.pp))
-    stages = schedule.place(check_plan(plan)).num_stages
-    refuse_late(
-        schedule,
-        synchronous_steps=options.synchronous_steps,
-        post_validation=options.post_validation,
-    )
+    check(plan, options)
+    stages = schedule.place(schedule.resolve(plan)).num_stages
     counts = options.units_per_stage
     if counts is not None and len(counts) != stages:
         raise PlanError(
             f"units_per_stage={counts} has {len(counts)} counts, but there are {stages} stages "
             f"({plan.schedule} on pp={plan.pp}). Give one count per stage, or leave it out."
         )
-    if options.sequence_parallel and options.tp == 1:
-        raise PlanError(
-            "sequence_parallel=True cuts activations between the ranks of tp, and tp=1. Try tp=2, "
-            "or leave sequence_parallel out."
-        )
-
-    check_experts(
-        dp=options.dp,
-        tp=options.tp,
-        ep=options.ep,
-        expert_tp=options.expert_tp,
-        sequence_parallel=options.sequence_parallel,
-    )
     if isinstance(plan.buckets, tuple) and len(plan.buckets) != stages:
         raise PlanError(
             f"buckets={plan.buckets} has {len(plan.buckets)} numbers, but there are {stages} "
             f"stages ({plan.schedule} on pp={plan.pp}). Give one per stage, or leave it out."
-        )
-    if plan.pairs and options.ep == 1:
-        raise PlanError(
-            "pairs=True runs a backward and the forward behind it as one, for the exchange of "
-            "tokens between ep ranks, and ep=1. Try ep=2, or leave pairs out."
         )
 
 

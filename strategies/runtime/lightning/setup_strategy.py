@@ -28,6 +28,7 @@ from strategies.models.stage_model import StageModel
 from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.models.unit_model import UnitModel
 from strategies.plan import Options, Plan
+from strategies.rules import Training, check
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.lightning.agreement.epoch_ends import EpochEnds
 from strategies.runtime.lightning.agreement.same_module import (
@@ -111,10 +112,17 @@ class SetupStrategy(UpdatingStrategy):
         self.accelerator.setup(trainer)
         options = self._options
         shared = options.tp > 1 or options.ep > 1
-        refuse_module(trainer, module, self._plan, compiled=options.compile, shared=shared)
+        refuse_module(trainer, module, self._plan, shared=shared)
+        if trainer.state.fn == TrainerFn.FITTING:
+            by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+            training = Training(
+                precision="32-true" if self._scaler is None else "16-mixed",
+                clip=trainer.gradient_clip_val if by_norm else None,
+            )
+            check(self._plan, options, training)
         if not schedule_of(self._plan).synchronous:
             if trainer.state.fn == TrainerFn.FITTING:
-                refuse_stream(trainer, module, self._plan, on_nan=self._options.on_nan)
+                refuse_stream(trainer, module, self._plan.schedule)
             self._plan = replace(self._plan, accumulation=trainer.accumulate_grad_batches)
         if trainer.state.fn == TrainerFn.FITTING and self._pipeline * self._options.ep > 1:
             self._writer.refuse_networks(module)

@@ -29,11 +29,8 @@ from torch.optim import Optimizer
 
 from strategies.errors import ModelError, PlanError
 from strategies.ir.kinds import Kind
-from strategies.plan import Plan
 from strategies.runtime.engine.rank_engine import Engine
 from strategies.runtime.engine.rank_passes import PassResult
-from strategies.schedules import find_schedule
-from strategies.schedules.schedule import refuse_training
 
 if TYPE_CHECKING:
     from strategies.runtime.lightning.updating_strategy import UpdatingStrategy
@@ -284,31 +281,19 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def refuse_stream(trainer: Any, module: Any, plan: Plan, *, on_nan: str) -> None:
-    """Refuses what contradicts training without a flush, before anything runs.
+def refuse_stream(trainer: Any, module: Any, name: str) -> None:
+    """Refuses what decides about updates where a schedule without a flush does.
 
     Raises:
         PlanError: The trainer accumulates over batches, say.
         ModelError: The module steps by itself.
     """
-    name = plan.schedule
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
         raise PlanError(
             f"GradientAccumulationScheduler with schedule={name}: without a flush the program is "
             "made for one number of batches per update, and this callback changes it between "
             "epochs. Try Trainer(accumulate_grad_batches=...), or schedule=1f1b."
         )
-    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-    by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-    refuse_training(
-        find_schedule(name),
-        pp=plan.pp,
-        num_microbatches=plan.num_microbatches,
-        vertical_sync=plan.vertical_sync,
-        clip=trainer.gradient_clip_val if by_norm else None,
-        on_nan=on_nan,
-        precision="16-mixed" if scaled else "32-true",
-    )
     if not module.automatic_optimization:
         raise ModelError(
             f"automatic_optimization=False with schedule={name}: the step decides when weights are "

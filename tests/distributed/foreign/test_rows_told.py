@@ -479,4 +479,4 @@ def test_layers_without_a_shape_are_refused() -> None:
     trainer: Any = SimpleNamespace(strategy=None)
     plan = Plan("1f1b", pp=2, num_microbatches=4)
     with pytest.raises(ModelError, match=r"net\.0\.weight gets its shape in the first forward"):
-        refuse_module(trainer, Unsized(), plan, compiled=False, shared=False)
+        refuse_module(trainer, Unsized(), plan, shared=False)

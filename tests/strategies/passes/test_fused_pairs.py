@@ -93,4 +93,4 @@ def test_an_order_that_cannot_be_paired_is_refused():
     with pytest.raises(PlanError, match=r"in naive with pp=2 .* Try schedule=eager_1f1b"):
         compile_plan(Plan("naive", pp=2, num_microbatches=4, pairs=True))
     with pytest.raises(PlanError, match="loss_over=batch all forwards come first"):
-        Plan("eager_1f1b", pairs=True, loss_over="batch")
+        compile_plan(Plan("eager_1f1b", pairs=True, loss_over="batch"))

@@ -308,7 +308,7 @@ def test_any_shape_and_costs_stay_above_the_bound_and_within_the_memory(
     if not equal:
         pair = gain * (forward + backward)
         costs = UniformCosts(forward, backward, p2p=latency, fused=pair)
-    group = schedule.resolve(pp=pp, num_microbatches=m, stages_per_rank=v, group=None).group
+    group = schedule.resolve(Plan(schedule.name, pp, m, v)).group
     if schedule.chooses_group:
         group = group or max(min(pp, m), m // stages)
     for_costs = costs if name in COMPILED_FOR_COSTS else None

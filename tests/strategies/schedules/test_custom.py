@@ -40,9 +40,7 @@ def compute_rows(program):
 
 def allowed(name, pp, microbatches):
     try:
-        SCHEDULES[name].resolve(
-            pp=pp, num_microbatches=microbatches, stages_per_rank=None, group=None
-        )
+        SCHEDULES[name].resolve(Plan(name, pp, microbatches))
     except PlanError:
         return False
     return True

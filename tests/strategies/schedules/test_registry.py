@@ -244,18 +244,14 @@ def test_a_schedule_names_its_placement(placement, expected):
 
 
 def test_defaults_are_filled_in():
-    shape = SCHEDULES["interleaved_1f1b"].resolve(
-        pp=4, num_microbatches=8, stages_per_rank=None, group=None
-    )
+    shape = SCHEDULES["interleaved_1f1b"].resolve(Plan("interleaved_1f1b", 4, 8))
     assert shape == Shape(4, 8, 2, group=4)
-    shape = SCHEDULES["foldx_fifo"].resolve(pp=4, num_microbatches=8, stages_per_rank=3, group=None)
+    shape = SCHEDULES["foldx_fifo"].resolve(Plan("foldx_fifo", 4, 8, 3))
     assert shape == Shape(4, 8, 3, group=None)
 
 
 def test_groups_of_microbatches_leave_the_rest_of_a_shape_as_it_is():
-    shape = SCHEDULES["interleaved_1f1b"].resolve(
-        pp=4, num_microbatches=8, stages_per_rank=2, group=None, accumulation=3
-    )
+    shape = SCHEDULES["interleaved_1f1b"].resolve(Plan("interleaved_1f1b", 4, 8, 2, accumulation=3))
     assert shape == Shape(4, 8, 2, group=4, accumulation=3)
 
 

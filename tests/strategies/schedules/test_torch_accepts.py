@@ -13,7 +13,7 @@ from launcher.report.predicted import compute_csv
 from strategies import compile_program
 from strategies.errors import PlanError, ProgramError
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.plan import ScheduleFile
+from strategies.plan import Plan, ScheduleFile
 from strategies.schedules import SCHEDULES
 from strategies.schedules.custom import from_file
 
@@ -29,9 +29,7 @@ ONE_COPY = [
 
 def takes(name, pp, microbatches):
     try:
-        SCHEDULES[name].resolve(
-            pp=pp, num_microbatches=microbatches, stages_per_rank=None, group=None
-        )
+        SCHEDULES[name].resolve(Plan(name, pp, microbatches))
     except PlanError:
         return False
     return True

@@ -16,6 +16,7 @@ from strategies.ir.program import Placement, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
 from strategies.passes.updates import add_steps
+from strategies.plan import Plan
 from strategies.schedules import SCHEDULES
 from strategies.schedules.schedule import Durations, Rows
 from strategies.schedules.search.weight_gaps import times_of
@@ -91,16 +92,14 @@ def uniform(
 def placement_of(name: str, pp: int) -> Placement:
     """Stages to ranks of a registered schedule."""
     schedule = SCHEDULES[name]
-    shape = schedule.resolve(pp=pp, num_microbatches=1, stages_per_rank=None, group=None)
+    shape = schedule.resolve(Plan(schedule.name, pp, 1))
     return schedule.place(shape)
 
 
 def rows_of(name: str, pp: int, num_microbatches: int, durations: Durations | None) -> Rows:
     """What a registered schedule makes of these durations; None for equal ones."""
     schedule = SCHEDULES[name]
-    shape = schedule.resolve(
-        pp=pp, num_microbatches=num_microbatches, stages_per_rank=None, group=None
-    )
+    shape = schedule.resolve(Plan(schedule.name, pp, num_microbatches))
     return schedule.order(replace(shape, durations=durations))
 
 

@@ -71,6 +71,6 @@ class Normed(LightningModule):
 
 def test_running_statistics_are_refused_where_stages_are_held_twice_and_only_there() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    refuse_module(trainer, Normed(), Plan("1f1b", 2, 4), compiled=False, shared=False)
+    refuse_module(trainer, Normed(), Plan("1f1b", 2, 4), shared=False)
     with pytest.raises(ModelError, match=r"^norm keeps running statistics; schedule=chimera"):
-        refuse_module(trainer, Normed(), Plan("chimera", 2, 4), compiled=False, shared=False)
+        refuse_module(trainer, Normed(), Plan("chimera", 2, 4), shared=False)

@@ -111,7 +111,7 @@ def test_a_keyword_that_does_not_exist_is_a_type_error_as_everywhere():
         ({"seed": 2**80}, "at most 4294967295"),
         ({"pipeline_layers": ""}, "is empty. Try pipeline_layers='net.layers'."),
         ({"memory_bytes": "4GB"}, "Try memory_bytes=4000000000."),
-        ({"pairs": True}, "ep=1. Try ep=2, or leave pairs out."),
+        ({"pairs": True}, "ep=1 has none. Try ep=2 with a model"),
         ({"pp": 2, "buckets": (1,)}, "has 1 numbers, but there are 2 stages"),
         ({"pp": 2, "schedule": "zb_h1", "split_backward": True}, "splits its backwards by itself"),
         ({"schedule": "qqqqqq"}, "Try schedule=1f1b, or another of"),

@@ -5,7 +5,6 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch import nn
 
 from strategies.errors import ModelError, PlanError
-from strategies.plan import Plan
 from strategies.runtime.lightning.hooks.overridden_hooks import clipped_hooks
 from strategies.runtime.lightning.stream_loop import (
     refuse_statistics,
@@ -31,14 +30,11 @@ def trainer_of(*callbacks: Callback, accumulation: int = 1, clip: float | None =
     )
 
 
-PLAN = Plan("pipedream_2bw", 2, 2)
-
-
 def test_what_several_batches_add_up_to_is_fixed_with_the_program():
-    refuse_stream(trainer_of(accumulation=3), Net(nn.LayerNorm(4)), PLAN, on_nan="stop")
+    refuse_stream(trainer_of(accumulation=3), Net(nn.LayerNorm(4)), "pipedream_2bw")
     changing = trainer_of(GradientAccumulationScheduler({2: 4}))
     with pytest.raises(PlanError, match="GradientAccumulationScheduler with"):
-        refuse_stream(changing, Net(nn.LayerNorm(4)), PLAN, on_nan="stop")
+        refuse_stream(changing, Net(nn.LayerNorm(4)), "pipedream_2bw")
 
 
 def test_running_statistics_are_those_of_later_forwards():
@@ -52,7 +48,7 @@ def test_a_module_that_steps_by_itself_does_so_at_no_place_of_the_program():
     net = Net(nn.LayerNorm(4))
     net.automatic_optimization = False
     with pytest.raises(ModelError, match=r"automatic_optimization=False with schedule"):
-        refuse_stream(trainer_of(), net, PLAN, on_nan="stop")
+        refuse_stream(trainer_of(), net, "pipedream_2bw")
 
 
 class Noise(Callback):
