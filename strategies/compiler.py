@@ -25,6 +25,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Boundary, Program, chain
 from strategies.ir.verify import verify
+from strategies.keyword_types import check_keywords
 from strategies.lowering.send_recv import add_messages, order_for_rendezvous
 from strategies.lowering.stream import Calls, Update, add_updates, label_period, lower_stream
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
@@ -49,7 +50,6 @@ from strategies.plan import (
     Plan,
     Recompute,
     ScheduleFile,
-    check_keyword_types,
 )
 from strategies.rules import check
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
@@ -224,15 +224,7 @@ def compile_program(
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    check_keyword_types(
-        {
-            "schedule": schedule, "pp": pp, "num_microbatches": num_microbatches,
-            "stages_per_rank": stages_per_rank, "group": group, "overlap": overlap,
-            "buckets": buckets, "costs": costs, "recompute": recompute,
-            "error_feedback": error_feedback, "file": file, "split_backward": split_backward,
-            "vertical_sync": vertical_sync,
-        }
-    )  # fmt: skip
+    check_keywords(compile_program, locals())
     if num_microbatches is None:
         num_microbatches = find_schedule(schedule, file=file, pp=pp).num_microbatches or 1
     plan = Plan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -260,43 +259,6 @@ def num_buckets(num_bytes: int, bucket_mb: float) -> int:
 
 # A row of a million instructions; a mistyped path to a data set or device ends here.
 _MAX_BYTES = 1 << 24
-
-
-_KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
-    "schedule": (str, "a text", "'1f1b'"),
-    "pp": (int, "a whole number", "4"),
-    "num_microbatches": (int, "a whole number", "8"),
-    "stages_per_rank": (int, "a whole number", "2"),
-    "group": ((int, str), "a whole number or 'auto'", "4"),
-    "overlap": (str, "a text", "'grad_reduce'"),
-    "buckets": ((int, tuple), "a whole number, or a tuple of them", "1"),
-    "error_feedback": ((int, float), "a number", "0.5"),
-}
-
-
-def check_keyword_types(words: Mapping[str, object]) -> None:
-    """Refuses keywords of a script that are of another type; None is left out.
-
-    Raises:
-        PlanError: One is.
-    """
-    for name, value in words.items():
-        if value is None:
-            continue
-        shown = f"{name}={value!r:.60}"
-        if name == "costs" and not callable(getattr(value, "table", None)):
-            raise PlanError(f"{shown}: expected costs. Try costs=UniformCosts().")
-        if name == "recompute" and not isinstance(value, Recompute):
-            fix = "Recompute(policy='full')" if isinstance(value, str) else "NO_RECOMPUTE"
-            raise PlanError(f"{shown}: expected a Recompute. Try recompute={fix}.")
-        if name == "file" and not isinstance(value, ScheduleFile):
-            raise PlanError(f"{shown}: expected a file. Try file=read_schedule_file('a.csv').")
-        if name in ("split_backward", "vertical_sync") and not isinstance(value, bool):
-            raise PlanError(f"{shown}: expected True or False. Try {name}=True.")
-        if name in _KINDS:
-            kinds, noun, example = _KINDS[name]
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise PlanError(f"{shown}: expected {noun}. Try {name}={example}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from importlib.metadata import entry_points
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from launcher.config.foreign_words import OTHER_SCALES, meant_key, meant_value
 from launcher.config.key import (
@@ -35,8 +34,8 @@ from launcher.config.key import (
 from launcher.config.key import typed as spelt
 from launcher.config.launch import LaunchConfig
 from strategies.errors import PlanError
+from strategies.keyword_types import MISMATCH, convert
 
-_MISMATCH: object = object()
 Schema = TypeVar("Schema")
 
 
@@ -101,7 +100,7 @@ def decode(values: Mapping[str, Any], schema: type[Schema], prefix: str = "") ->
 
 def _typed_value(value: object, hint: object, path: str, entry: Key) -> object:
     typed = _convert(value, hint)
-    if typed is not _MISMATCH:
+    if typed is not MISMATCH:
         return typed
     words = choices(hint)
     near = nearest(value, words) if isinstance(value, str) else ()
@@ -215,7 +214,7 @@ def _fits(text: str, entry: Key) -> bool:
         given = json.loads(text)
     except ValueError:
         given = text
-    return _convert(given, entry.hint) is not _MISMATCH and _inside(given, entry)
+    return _convert(given, entry.hint) is not MISMATCH and _inside(given, entry)
 
 
 def _inside(value: object, entry: Key) -> bool:
@@ -230,57 +229,9 @@ def _inside(value: object, entry: Key) -> bool:
 
 
 def _convert(value: object, hint: object) -> object:
-    origin = get_origin(hint)
-    if isinstance(hint, UnionType) or origin is Union:
-        # An exact type goes first: 1 stays a count and 1.0 a share in `int | float`.
-        options = sorted(get_args(hint), key=lambda option: type(value) is not option)
-        for option in options:
-            typed = _convert(value, option)
-            if typed is not _MISMATCH:
-                return typed
-        return _MISMATCH
-    if origin is Literal:
-        return value if isinstance(value, str) and value in get_args(hint) else _MISMATCH
-    if origin is tuple:
-        return _convert_list(value, get_args(hint))
     if hint is Args:
-        return Args(value) if isinstance(value, Mapping) and _is_plain(value) else _MISMATCH
-    if hint is NoneType:
-        return None if value is None else _MISMATCH
-    if hint is bool:
-        return value if isinstance(value, bool) else _MISMATCH
-    if isinstance(value, bool):
-        return _MISMATCH
-    if hint is int:
-        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            return int(value)  # 1e6 is how people write a million.
-        return value if isinstance(value, int) else _MISMATCH
-    if hint is float:
-        return _convert_float(value)
-    if hint is str:
-        if isinstance(value, int):
-            return str(value)  # experiment_name=2024
-        return value if isinstance(value, str) else _MISMATCH
-    raise AssertionError(f"no conversion for {hint}")
-
-
-def _convert_float(value: object) -> object:
-    if not isinstance(value, int | float):
-        return _MISMATCH
-    try:
-        number = float(value)
-    except OverflowError:
-        return _MISMATCH
-    return number if math.isfinite(number) else _MISMATCH
-
-
-def _convert_list(value: object, arguments: tuple[Any, ...]) -> object:
-    if not isinstance(value, list | tuple):
-        return _MISMATCH
-    if arguments[1] is not Ellipsis and len(value) != len(arguments):
-        return _MISMATCH
-    typed = tuple(_convert(item, arguments[0]) for item in value)
-    return _MISMATCH if any(item is _MISMATCH for item in typed) else typed
+        return Args(value) if isinstance(value, Mapping) and _is_plain(value) else MISMATCH
+    return convert(value, hint)
 
 
 def _is_plain(value: object) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from strategies import keyword_types
 from strategies.errors import PlanError
 
 
@@ -145,25 +146,7 @@ def nodes_of(schema: type) -> dict[str, type]:
 
 def describe(hint: object) -> str:
     """A type in words: ``a whole number or auto``."""
-    if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        return " or ".join(describe(option) for option in get_args(hint))
-    if get_origin(hint) is Literal:
-        return " or ".join(str(option) for option in get_args(hint))
-    if get_origin(hint) is tuple:
-        element, second = get_args(hint)
-        if get_origin(element) is Literal:
-            return f"a list of {describe(element)}"
-        noun = {int: "whole numbers", float: "numbers", str: "texts"}[element]
-        return f"a list of {noun}" if second is Ellipsis else f"a list of two {noun}"
-    words: dict[object, str] = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a text",
-        NoneType: "null",
-        Args: "keys of your own",
-    }
-    return words[hint]
+    return "keys of your own" if hint is Args else keyword_types.describe(hint)
 
 
 def choices(hint: object) -> tuple[str, ...]:

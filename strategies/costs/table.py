@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from strategies.costs.token_exchange import ComputeWithExchanges, Exchange, interleave
 from strategies.ir.graph import DURATION_ROWS
@@ -114,6 +114,7 @@ class CostTable:
         return column
 
 
+@runtime_checkable
 class Costs(Protocol):
     """A source of figures, not yet bound to a program."""
 

@@ -161,18 +161,27 @@ def test_a_whole_training_program():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ({"pp": "4"}, "pp='4': expected a whole number. Try pp=4."),
-        ({"pp": True}, "pp=True: expected a whole number. Try pp=4."),
-        ({"split_backward": "yes"}, "split_backward='yes': expected True or False. Try split_back"),
-        ({"vertical_sync": 1}, "vertical_sync=1: expected True or False. Try vertical_sync=True."),
+        ({"pp": "4"}, "pp='4': expected a whole number. Try pp=2."),
+        ({"pp": True}, "pp=True: expected a whole number. Try pp=2."),
+        (
+            {"split_backward": "yes"},
+            "split_backward='yes': expected True or False. Try split_backward=False.",
+        ),
+        ({"vertical_sync": 1}, "vertical_sync=1: expected True or False. Try vertical_sync=False."),
         (
             {"schedule": "custom", "file": "x.csv"},
-            "file='x.csv': expected a file. Try file=read_schedule_file('a.csv').",
+            "file='x.csv': expected a ScheduleFile or None. Try file=read_schedule_file('my.csv').",
         ),
-        ({"pp": 2, "num_microbatches": 4.0}, "num_microbatches=4.0: expected a whole number."),
+        (
+            {"pp": 2, "num_microbatches": 4.0},
+            "num_microbatches=4.0: expected a whole number or None. Try",
+        ),
         ({"pp": 2, "schedule": 3}, "schedule=3: expected a text. Try schedule='1f1b'."),
-        ({"pp": 2, "costs": {}}, "costs={}: expected costs. Try costs=UniformCosts()."),
-        ({"pp": 2, "recompute": "full"}, "Try recompute=Recompute(policy='full')."),
+        (
+            {"pp": 2, "costs": {}},
+            "costs={}: expected costs such as UniformCosts() or None. Try costs=Uni",
+        ),
+        ({"pp": 2, "recompute": "full"}, "expected a Recompute. Try recompute=Recompute('full')."),
     ],
 )
 def test_words_of_another_type_are_refused_by_name(words, told):

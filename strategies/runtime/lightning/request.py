@@ -8,17 +8,16 @@ before anything is started, so all of it is told there, and not by every rank in
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from strategies.compiler import schedule_of
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
+from strategies.keyword_types import check_keyword, example
 from strategies.plan import (
     Backend,
     CheckpointFormat,
@@ -92,11 +91,6 @@ _MOST = {
     "seed": 2**32 - 1,
 }  # fmt: skip
 _ABOVE_ZERO = ("bucket_mb", "timeout_s")
-# What works, where the default is None.
-_EXAMPLES = {
-    "memory_bytes": 4 * 10**9, "units_per_stage": (4, 3, 3, 4), "buckets": (2, 2),
-    "pipeline_layers": "net.layers",
-}  # fmt: skip
 
 
 def plan_and_options(words: Mapping[str, Any]) -> tuple[Plan, Options]:
@@ -208,66 +202,25 @@ def _check(name: str, value: object) -> None:
         return  # Their own types know all names.
     hint, default = _known()[name]
     shown = f"PipelineStrategy({name}={value!r:.60})"
-    if not _fits(value, hint):
-        example = _EXAMPLES.get(name, default)
-        raise PlanError(f"{shown}: expected {_words(hint)}. Try {name}={example!r}.")
+    check_keyword(name, value, hint, default, shown)
+    works = f"Try {name}={example(name, default)}."
     if value == "":
-        raise PlanError(f"{shown} is empty. Try {name}={_EXAMPLES.get(name, default)!r}.")
+        raise PlanError(f"{shown} is empty. {works}")
     numbers = value if isinstance(value, tuple | list) else (value,)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if name in _LEAST and number < _LEAST[name]:
-            raise PlanError(
-                f"{shown}: {name} is at least {_LEAST[name]:g}. Try {name}={default!r}."
-            )
+            raise PlanError(f"{shown}: {name} is at least {_LEAST[name]:g}. {works}")
         if name in _MOST and number > _MOST[name]:
-            raise PlanError(
-                f"{shown:.120}: {name} is at most {_MOST[name]}. Try {name}={default!r}."
-            )
-        if name in _ABOVE_ZERO and not 0 < number < math.inf:
-            raise PlanError(f"{shown}: {name} is above 0. Try {name}={default!r}.")
+            raise PlanError(f"{shown:.120}: {name} is at most {_MOST[name]}. {works}")
+        if name in _ABOVE_ZERO and number <= 0:
+            raise PlanError(f"{shown}: {name} is above 0. {works}")
 
 
 @functools.cache
 def _known() -> dict[str, tuple[Any, Any]]:
-    """Each keyword's type, and a value to suggest."""
+    """Each keyword's type and default."""
+    defaults = {entry.name: entry.default for kind in (Plan, Options) for entry in fields(kind)}
     hints = get_type_hints(Keywords) | {"pp": int}
-    values = {entry.name: entry.default for kind in (Plan, Options) for entry in fields(kind)}
-    values |= {"pp": 2, "num_microbatches": 8, "stages_per_rank": 2, "group": 4, "seed": 0}
-    values["recompute"] = "none"
-    return {name: (hint, values[name]) for name, hint in hints.items()}
-
-
-def _fits(value: object, hint: Any) -> bool:
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if origin is Literal:
-        return any(type(value) is type(word) and value == word for word in get_args(hint))
-    if origin is tuple:
-        inner = get_args(hint)[0]
-        return isinstance(value, tuple | list) and all(_fits(item, inner) for item in value)
-    if hint is Costs:
-        return callable(getattr(value, "table", None))
-    if hint in (int, float):
-        kinds = (int, float) if hint is float else int
-        return isinstance(value, kinds) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _words(hint: Any) -> str:
-    """``a whole number, auto or None``."""
-    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
-    if get_origin(hint) in (Union, UnionType):
-        said = [_words(option) for option in get_args(hint)]
-        return ", ".join(said[:-1]) + f" or {said[-1]}"
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
-    if get_origin(hint) is tuple:
-        return f"a tuple of each {_words(get_args(hint)[0])}"
-    if hint is type(None):
-        return "None"
-    if hint is Costs:
-        return "costs such as UniformCosts()"
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+    return {name: (hint, defaults[name]) for name, hint in hints.items()}
