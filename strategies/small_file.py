@@ -1,9 +1,8 @@
-"""The one way in which files that somebody else may have made are read: regular, small, and soon.
+"""Files that this process has not made itself: regular, small, and read at once.
 
-A pipe would be waited for for ever, a device read until memory ends, and JSON of a hundred thousand
-brackets ends the interpreter's patience instead of the parser's. So a file is opened without
-waiting, looked at before a byte of it is read, and never read beyond a limit. Why it is refused is
-in the error, in words that fit behind "cannot be read: ".
+A pipe would be waited for without end, a device read until memory ends. So a file is opened without
+waiting, looked at before a byte of it is read, and never read beyond a limit. The error says why a
+file is refused, in words that fit behind "cannot be read: ".
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Nested deeper than people nest, and far below what recursive functions stand.
-MOST_DEPTH = 200
-_BLOCK_BYTES = 1 << 20
+_MOST_DEPTH = 200  # far below what recursive functions stand
 
 
 class FileRefusedError(ValueError):
@@ -38,13 +35,17 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, FileRefusedError):
         raise
-    except OSError as error:
-        raise FileRefusedError(str(error.strerror or error)) from None
-    except ValueError:
-        raise FileRefusedError("its name holds a null byte") from None
-    with os.fdopen(handle, "rb", buffering=0) as stream:
+    except (OSError, ValueError) as error:  # A name with a null byte is a ValueError.
+        raise FileRefusedError(str(getattr(error, "strerror", None) or error)) from None
+    with os.fdopen(handle, "rb") as stream:
         _require_regular(os.fstat(handle).st_mode)  # It may have been another one.
         yield stream
+
+
+def _require_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+        raise FileRefusedError(f"it is {kind} and no regular file")
 
 
 def read_bytes(path: Path, *, most_bytes: int) -> bytes:
@@ -56,68 +57,46 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
     """
     with opened(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size > most_bytes:
-            raise FileRefusedError(f"it has {size:,} bytes, and at most {most_bytes:,} are read")
-        blocks, left = [], most_bytes + 1
         try:
-            while left and (block := stream.read(min(left, _BLOCK_BYTES))):
-                blocks.append(block)
-                left -= len(block)
+            data = b"" if size > most_bytes else stream.read(most_bytes + 1)
         except OSError as error:
             raise FileRefusedError(str(error.strerror or error)) from None
-    if not left:
+    if max(size, len(data)) > most_bytes:
         raise FileRefusedError(f"it has more than {most_bytes:,} bytes, which is the most")
-    return b"".join(blocks)
+    return data
 
 
 def read_text(path: Path, *, most_bytes: int) -> str:
     """The same as UTF-8."""
-    data = read_bytes(path, most_bytes=most_bytes)
     try:
-        return data.decode()
+        return read_bytes(path, most_bytes=most_bytes).decode()
     except UnicodeDecodeError as error:
         raise FileRefusedError(f"it is not UTF-8 at byte {error.start}") from None
 
 
-def read_json(path: Path, *, most_bytes: int, most_depth: int = MOST_DEPTH) -> Any:  # noqa: ANN401
+def read_json(path: Path, *, most_bytes: int) -> Any:  # noqa: ANN401
     """The same as JSON."""
-    return parse_json(read_text(path, most_bytes=most_bytes), most_depth=most_depth)
+    return parse_json(read_text(path, most_bytes=most_bytes))
 
 
-def parse_json(text: str | bytes, *, most_depth: int = MOST_DEPTH) -> Any:  # noqa: ANN401
+def parse_json(text: str | bytes) -> Any:  # noqa: ANN401
     """What a text says.
 
     Raises:
-        FileRefusedError: It is no JSON, or nested deeper than ``most_depth``.
+        FileRefusedError: It is no JSON, or nested deeper than people nest.
     """
     try:
         found = json.loads(text)
     except RecursionError:
-        raise FileRefusedError(f"its JSON is nested deeper than {most_depth} levels") from None
+        raise FileRefusedError(f"its JSON is nested deeper than {_MOST_DEPTH} levels") from None
     except ValueError as error:
         raise FileRefusedError(f"it is no JSON ({str(error)[:80]})") from None
-    level, depth = [found], 0
-    while level := [item for held in level for item in _inside(held)]:
-        depth += 1
-        if depth > most_depth:
-            raise FileRefusedError(f"its JSON is nested deeper than {most_depth} levels")
+    level: list[Any] = [[found]]
+    for _ in range(_MOST_DEPTH + 1):
+        items = (
+            item for held in level for item in (held.values() if isinstance(held, dict) else held)
+        )
+        level = [item for item in items if isinstance(item, dict | list)]
+    if level:
+        raise FileRefusedError(f"its JSON is nested deeper than {_MOST_DEPTH} levels")
     return found
-
-
-def _inside(value: object) -> list[Any]:
-    if isinstance(value, dict):
-        return [item for item in value.values() if isinstance(item, dict | list)]
-    return (
-        [item for item in value if isinstance(item, dict | list)] if isinstance(value, list) else []
-    )
-
-
-def _require_regular(mode: int) -> None:
-    if stat.S_ISREG(mode):
-        return
-    kinds = (
-        (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"), (stat.S_ISSOCK, "a socket"),
-    )  # fmt: skip
-    kind = next((name for holds, name in kinds if holds(mode)), "something else")
-    raise FileRefusedError(f"it is {kind} and no regular file")

@@ -27,15 +27,15 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("pipe", "it is a pipe and no regular file"),
-        ("device", "it is a device and no regular file"),
+        ("pipe", "it is a pipe, a device or a socket and no regular file"),
+        ("device", "it is a pipe, a device or a socket and no regular file"),
         ("folder", "it is a folder and no regular file"),
-        ("socket", "it is a socket and no regular file"),
-        ("large", "it has 11 bytes, and at most 10 are read"),
-        ("huge", "it has 1,099,511,627,776 bytes, and at most 10 are read"),
+        ("socket", "it is a pipe, a device or a socket and no regular file"),
+        ("large", "it has more than 10 bytes, which is the most"),
+        ("huge", "it has more than 10 bytes, which is the most"),
         ("latin", "it is not UTF-8 at byte 1"),
         ("loop", "Too many levels of symbolic links"),
-        ("null", "its name holds a null byte"),
+        ("null", "embedded null byte"),
         ("kernel", "it has more than 10 bytes, which is the most"),
     ],
 )

@@ -25,7 +25,6 @@ from strategies.small_file import FileRefusedError, opened, parse_json
 
 # A trace of more, unzipped, is more than a few steps.
 _MOST_BYTES = 1 << 29
-_BLOCK = 1 << 20
 
 _PP = re.compile(r"PP:(\d{1,6}[FBIW]\d{1,7}|\(\d{1,6}F\d{1,7};\d{1,6}[BI]\d{1,7}\)OVERLAP_F_B)")
 _PP_MESSAGE = re.compile(r"PP:(\d{1,6})(SEND|RECV)_([FB])\d{1,7}")
@@ -139,15 +138,12 @@ def _tree(path: Path) -> Any:  # noqa: ANN401
 
 
 def _whole(stream: Any) -> bytes:  # noqa: ANN401
-    blocks, left = [], _MOST_BYTES + 1
-    while left and (block := stream.read(min(_BLOCK, left))):
-        blocks.append(block)
-        left -= len(block)
-    if not left:
+    data: bytes = stream.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
         raise FileRefusedError(
             f"it has more than {_MOST_BYTES:,} bytes, which is the most; record fewer steps"
         )
-    return b"".join(blocks)
+    return data
 
 
 def _unzipped(stream: Any) -> bytes:  # noqa: ANN401
