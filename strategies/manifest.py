@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from strategies.errors import CheckpointError
+from strategies.keyword_types import MISMATCH, convert, describe
 from strategies.small_file import FileRefusedError, opened, parse_json, read_json, read_text
 
 MANIFEST = "manifest.json"
@@ -30,7 +30,7 @@ VALUES = "values.json"
 _BLOCK_BYTES = 1 << 22
 _MOST_BYTES = 1 << 26
 _MOST_PART_BYTES = 1 << 28
-_MOST_FILE_BYTES = 1 << 50
+_SIZES = range(1 << 50)
 _MOST_RANKS = 1 << 20
 _MOST_NAME = 200
 _SHOWN = 60
@@ -76,13 +76,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or "format" not in found:
         raise CheckpointError(f"{file} is damaged: it names no format. Use an earlier checkpoint.")
     version, expected = found["format"], found.get(_CHECKSUM)
-    if version != FORMAT and _CHECKSUM not in found:
-        raise CheckpointError(
-            f"{path} has format {_short(version)}, and this version reads {FORMAT}. "
-            "Train anew, or resume it with the version that wrote it."
-        )
     content = {key: value for key, value in found.items() if key != _CHECKSUM}
-    if seal(content) != text:
+    if (version == FORMAT or expected is not None) and seal(content) != text:
         digest = hashlib.sha256(_canonical(content).encode()).hexdigest()
         raise CheckpointError(
             f"{file} is damaged: expected SHA-256 {_short(expected)}, found {digest} of its "
@@ -90,7 +85,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if version != FORMAT:
         raise CheckpointError(
-            f"{path} has format {_short(version)}, and this version reads {FORMAT}."
+            f"{path} has format {_short(version)}, and this version reads {FORMAT}. "
+            "Train again, or resume it with the version that wrote it."
         )
     problem = _flaw(content)
     if problem is not None:
@@ -192,31 +188,33 @@ def committed(path: Path) -> Path:
 def _flaw(content: Mapping[str, Any]) -> str | None:
     """What is not as it is written, in words; None if all is."""
     for name in ("pp", "dp", "tp", "world_size"):
-        if not _is_count(content.get(name), least=1, most=_MOST_RANKS):
+        if not _is_count(content.get(name), range(1, _MOST_RANKS + 1)):
             return f"{name}={_short(content.get(name))} must be a whole number from 1"
     metadata, files = content.get("metadata"), content.get("files")
     if not isinstance(metadata, dict) or not isinstance(files, dict):
         return "metadata and files must be objects"
-    for name, right, what in _METADATA:
-        if metadata.get(name) is not None and not right(metadata[name]):
-            return f"metadata.{name}={_short(metadata[name])} must be {what}"
+    for name, hint in _METADATA.items():
+        value = metadata.get(name)
+        if value is not None and convert(value, hint, exact=True) is MISMATCH:
+            return f"metadata.{name}={_short(value)} must be {describe(hint)}"
+    if not _is_count(metadata.get("step") or 0, _SIZES):
+        return f"metadata.step={_short(metadata['step'])} must be a whole number from 0"
     for name, entry in files.items():
         if not _is_file_name(name):
             return f"files names {_short(name)}, which is no name of a file in it"
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
             return f"files.{_short(name)} has no SHA-256"
-        if not _is_count(entry.get("bytes"), least=0, most=_MOST_FILE_BYTES):
-            return (
-                f"files.{_short(name)}: bytes={_short(entry.get('bytes'))} must be a whole number"
-            )
+        if not _is_count(entry.get("bytes"), _SIZES):
+            size = _short(entry.get("bytes"))
+            return f"files.{_short(name)}: bytes={size} must be a whole number"
     needed = [TENSORS, VALUES, *map(tree_file, range(min(content["world_size"], len(files) + 1)))]
     missing = next((name for name in needed if name not in files), None)
     return None if missing is None else f"files does not name {missing}"
 
 
-def _is_count(value: object, *, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def _is_count(value: object, within: range) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in within
 
 
 def _is_file_name(name: str) -> bool:
@@ -224,26 +222,11 @@ def _is_file_name(name: str) -> bool:
     return plain and len(name) <= _MOST_NAME and name != MANIFEST
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-_METADATA: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    ("experiment_name", _is_text, "a text"),
-    ("schedule", _is_text, "a text"),
-    (NOT_FINITE, _is_text, "a text"),
-    ("parameters", _are_texts, "a list of names"),
-    ("optimizers", _are_texts, "a list of names"),
-    ("step", lambda value: _is_count(value, least=0, most=1 << 53), "a whole number"),
-    ("begun", lambda value: isinstance(value, float) and math.isfinite(value), "a time"),
-    ("model", lambda value: isinstance(value, str | dict), "a name or an object"),
-    ("data", lambda value: isinstance(value, dict), "an object"),
-    ("config", lambda value: isinstance(value, dict), "an object"),
-)
+_METADATA: dict[str, Any] = {
+    "experiment_name": str, "schedule": str, NOT_FINITE: str, "parameters": tuple[str, ...],
+    "optimizers": tuple[str, ...], "step": int, "begun": float, "model": str | dict, "data": dict,
+    "config": dict,
+}  # fmt: skip
 
 
 def _require_inside(folder: Path, file: Path) -> None:
