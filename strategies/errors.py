@@ -171,27 +171,3 @@ def one_line(error: BaseException) -> str:
     """A library's error in a message: its kind and the first line, without C++ frames."""
     first = without_stack(str(error)).strip().partition("\n")[0].strip()
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-# -------------------------------------------------------------------------- synchronous reductions
-# What to say where reductions wait inside their calls. Torch-free: the parent can say it first.
-
-
-def torch_waits(environment: Mapping[str, str]) -> bool:
-    """Whether torch is told to compare every collective over its members before it starts."""
-    return environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-
-
-def synchronous_reductions(environment: Mapping[str, str]) -> str:
-    """The message, with the cause where the environment shows it."""
-    if torch_waits(environment):
-        return (
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch wait for all members inside the call of "
-            "every collective: gradients would be reduced in the middle of the backward instead of "
-            "under it. Try TORCH_DISTRIBUTED_DEBUG=INFO, or overlap=none."
-        )
-    return (
-        "a gradient reduction that was started did not return before all its members had come: it "
-        "would stand in the backward instead of hiding under it. Look for settings that make "
-        "collectives wait (CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG), or try overlap=none."
-    )

@@ -8,7 +8,7 @@ in ``Schedule.resolve``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from strategies.errors import PlanError
@@ -87,6 +87,20 @@ def check(plan: Plan, options: Options | None = None, training: Training | None 
     for applies, reason, fix in (rule for table in rules for rule in table):
         if applies(request):
             raise PlanError(reason.format(r=request), fix=fix.format(r=request))
+
+
+def check_collectives(environment: Mapping[str, str]) -> None:
+    """Refuses settings with which a collective waits inside its call.
+
+    Raises:
+        PlanError: Torch is to compare every collective over its members before it starts.
+    """
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        raise PlanError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch wait for all members inside the call of "
+            "every collective: gradients would be reduced in the middle of the backward instead of "
+            "under it. Try TORCH_DISTRIBUTED_DEBUG=INFO, or overlap=none."
+        )
 
 
 # When a rule is broken, the reason and the fix; ``{r...}`` is the request.

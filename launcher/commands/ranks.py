@@ -50,10 +50,9 @@ from strategies.errors import (
     PipelineError,
     PlanError,
     RunError,
-    synchronous_reductions,
-    torch_waits,
 )
 from strategies.plan import IDLE_RANK_BYTES
+from strategies.rules import check_collectives
 
 _SCANNED_BYTES = 1 << 26
 _MOST_ERROR = 8_000  # characters, in result.json
@@ -67,8 +66,8 @@ def check_before_start(run: Run, checkpoint: Path | None) -> None:
     _check_machine(run)
     config = run.config
     hidden = config.mode in ("train", "validate") and run.plan.overlap != "none" and run.dp > 1
-    if hidden and torch_waits(os.environ):
-        raise PlanError(synchronous_reductions(os.environ))
+    if hidden:
+        check_collectives(os.environ)
     if "wandb" in config.tracking.names and (config.mode, config.cluster.name) == (
         "train",
         "local",

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from strategies.errors import PlanError, synchronous_reductions, torch_waits
+from strategies.errors import PlanError
 from strategies.models.tensor_parallel.tensor_ranks import all_gather_single, reduce_scatter_single
+from strategies.rules import check_collectives
 
 
 @dataclass
@@ -131,8 +132,7 @@ def check_asynchronous(
     Raises:
         PlanError: A reduction has become synchronous; the last member sees it.
     """
-    if torch_waits(os.environ):
-        raise PlanError(synchronous_reductions(os.environ))
+    check_collectives(os.environ)
     probe = torch.zeros(len(members), device=device)
     # From here on everybody is there.
     dist.all_reduce(probe, group=group)
@@ -146,6 +146,10 @@ def check_asynchronous(
         try:
             store.wait([str(member) for member in others], timedelta(seconds=patience_s))
         except dist.DistStoreError as error:
-            raise PlanError(synchronous_reductions(os.environ)) from error
+            raise PlanError(
+                "a gradient reduction that was started did not return before all its members had "
+                "come: it would run in the backward instead of under it. Look for settings that "
+                "make collectives wait (CUDA_LAUNCH_BLOCKING), or try overlap=none."
+            ) from error
         reduction = start(probe)
     reduction.finish()
