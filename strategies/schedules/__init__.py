@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from strategies.errors import PlanError
-from strategies.ir.program import PLACEMENTS, Placement
 from strategies.plan import ScheduleFile
 from strategies.schedules.chimera import CHIMERA
 from strategies.schedules.custom import NAME as CUSTOM
@@ -77,61 +77,21 @@ __all__ = [
 ]
 
 
-def register_schedule(
-    name: str,
-    *,
-    placement: str | Callable[[Shape], Placement] = "loop",
-    stages_per_rank: int = 1,
-    virtual_stages: bool = False,
-    grouped: bool = False,
-    weight_copies: int | None = None,
-    cost_aware: bool = False,
-    splits_backward: bool = False,
-    rule: Callable[[Shape], None] | None = None,
-) -> Callable[[Order], Order]:
+def register_schedule(name: str, **options: Any) -> Callable[[Order], Order]:  # noqa: ANN401
     """Decorator that puts a function ``Shape -> rows`` into the registry.
 
     Args:
         name: What people type after ``schedule=``.
-        placement: ``loop``, ``v``, ``bidirectional``, or a function ``Shape -> Placement``.
-        stages_per_rank: Default V.
-        virtual_stages: Whether V may differ from it.
-        grouped: Whether ``schedule.group`` means something.
-        weight_copies: Ranks that hold each stage; None for 2 if ``bidirectional``, else 1.
-        cost_aware: Whether the function looks at ``Shape.durations``.
-        splits_backward: Whether it emits I and W.
-        rule: Raises PlanError for degrees that it cannot serve.
+        options: Fields of ``Schedule``, as ``placement="v"`` or ``splits_backward=True``.
 
     Raises:
         PlanError: The name is taken, there is no such placement, or less than one stage.
     """
-    if isinstance(placement, str) and placement not in PLACEMENTS:
-        raise PlanError(
-            f"placement={placement} of schedule={name} is unknown.",
-            fix=f"Use {', '.join(PLACEMENTS)}, or a function that returns a Placement.",
-        )
-    if stages_per_rank < 1:
-        raise PlanError(
-            f"stages_per_rank={stages_per_rank} of schedule={name}: a rank holds at least 1 stage.",
-            fix="Use stages_per_rank=1.",
-        )
-    copies = 2 if placement == "bidirectional" else 1
 
     def add(order: Order) -> Order:
         if name in SCHEDULES or name == CUSTOM:
             raise PlanError(f"schedule={name} is registered already.", fix="Choose another name.")
-        SCHEDULES[name] = Schedule(
-            name,
-            order,
-            placement,
-            stages_per_rank,
-            virtual_stages,
-            grouped=grouped,
-            weight_copies=copies if weight_copies is None else weight_copies,
-            cost_aware=cost_aware,
-            splits_backward=splits_backward,
-            rule=rule,
-        )
+        SCHEDULES[name] = Schedule(name, order, **options)
         return order
 
     return add

@@ -51,6 +51,4 @@ def rule(shape: Shape) -> None:
     require_even(shape, "chimera")
 
 
-CHIMERA = Schedule(
-    "chimera", order, "bidirectional", stages_per_rank=2, weight_copies=2, repeats=True, rule=rule
-)
+CHIMERA = Schedule("chimera", order, "bidirectional", stages_per_rank=2, repeats=True, rule=rule)

@@ -54,7 +54,6 @@ DUALPIPE = Schedule(
     order,
     "bidirectional",
     stages_per_rank=2,
-    weight_copies=2,
     splits_backward=True,
     rule=rule,
 )

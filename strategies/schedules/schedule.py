@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction
-from strategies.ir.program import Placement, bidirectional, loop, v
+from strategies.ir.program import PLACEMENTS, Placement, bidirectional, loop, v
 from strategies.plan import Plan
 
 Rows = tuple[tuple[Instruction, ...], ...]
@@ -118,7 +118,7 @@ class Schedule:
         stages_per_rank: Default V.
         virtual_stages: Whether V may differ from the default.
         grouped: Whether ``schedule.group`` means something.
-        weight_copies: 2 for bidirectional schedules.
+        weight_copies: Ranks that hold each stage; 0 for 2 if ``bidirectional``, else 1.
         chooses_group: Whether a group that is not given is chosen by simulation.
         cost_aware: Whether ``order`` looks at ``Shape.durations``.
         splits_backward: Whether ``order`` emits I and W (for all or some of the backwards).
@@ -137,7 +137,7 @@ class Schedule:
     stages_per_rank: int = 1
     virtual_stages: bool = False
     grouped: bool = False
-    weight_copies: int = 1
+    weight_copies: int = 0
     chooses_group: bool = False
     cost_aware: bool = False
     splits_backward: bool = False
@@ -146,6 +146,22 @@ class Schedule:
     usual: int | None = None
     rule: Callable[[Shape], None] | None = None
     lateness: Callable[[Shape], Lateness] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.placement, str) and self.placement not in PLACEMENTS:
+            raise PlanError(
+                f"placement={self.placement} of schedule={self.name} is unknown.",
+                fix=f"Use {', '.join(PLACEMENTS)}, or a function that returns a Placement.",
+            )
+        if self.stages_per_rank < 1:
+            raise PlanError(
+                f"stages_per_rank={self.stages_per_rank} of schedule={self.name}: a rank holds at "
+                "least 1 stage.",
+                fix="Use stages_per_rank=1.",
+            )
+        if not self.weight_copies:
+            copies = 2 if self.placement == "bidirectional" else 1
+            object.__setattr__(self, "weight_copies", copies)
 
     @property
     def synchronous(self) -> bool:

@@ -218,7 +218,7 @@ def test_a_placement_that_is_none_is_refused(registry):
 
 def test_a_default_of_no_stages_is_refused(registry):
     with pytest.raises(PlanError, match="stages_per_rank=0 of schedule=empty"):
-        register_schedule("empty", stages_per_rank=0)
+        register_schedule("empty", stages_per_rank=0)(lambda shape: ())
     assert "empty" not in registry
 
 
