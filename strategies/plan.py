@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from strategies.costs.table import Costs
 from strategies.errors import PlanError
-from strategies.small_file import read_bytes
+from strategies.small_file import FileRefusedError, read_text
 
 # --------------------------------------------------------------------------------------- recompute
 # Which forwards keep only their input and are run again before their backward.
@@ -280,27 +280,18 @@ def read_schedule_file(path: str, *, placement: str | None = None) -> ScheduleFi
     """Reads a schedule's CSV; a relative path is one of the working directory.
 
     Raises:
-        PlanError: There is no such file, or it is not text.
+        PlanError: There is no such file, or it is no small text.
     """
-    file = Path(path).expanduser()
     try:
-        if not file.is_file():
-            state = "is not a file" if file.exists() else f"does not exist in {Path.cwd()}"
-            raise PlanError(f"schedule.file={path} {state}. Try schedule.file=/path/to/my.csv.")
-        size = file.stat().st_size
-        if size > _MAX_BYTES:
-            raise PlanError(
-                f"schedule.file={path} has {size} bytes, a schedule at most {_MAX_BYTES}. "
-                "Try schedule.file=/path/to/my.csv."
-            )
-        text = read_bytes(file, most_bytes=_MAX_BYTES).decode("utf-8-sig")
-    except OSError as error:
+        text = read_text(Path(path).expanduser(), most_bytes=_MAX_BYTES).removeprefix("\ufeff")
+    except FileNotFoundError:
         raise PlanError(
-            f"schedule.file={path} cannot be read: {error.strerror}. "
+            f"schedule.file={path} does not exist in {Path.cwd()}. "
             "Try schedule.file=/path/to/my.csv."
-        ) from error
-    except ValueError as error:  # Not UTF-8, or a path with a null byte.
+        ) from None
+    except FileRefusedError as error:
         raise PlanError(
-            f"schedule.file={path} is not UTF-8 text. Save it as CSV (comma separated, UTF-8)."
-        ) from error
+            f"schedule.file={path} cannot be read: {error}.",
+            fix="Save it as CSV (comma separated, UTF-8), or try schedule.file=/path/to/my.csv.",
+        ) from None
     return ScheduleFile(path, text, placement)

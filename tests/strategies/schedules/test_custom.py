@@ -295,10 +295,10 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         stream.truncate((1 << 24) + 1)
     for path, expected in (
         (tmp_path / "none.csv", "does not exist in"),
-        (tmp_path, "is not a file"),
-        ("/dev/zero", "is not a file"),
-        (excel, "is not UTF-8 text. Save it as CSV (comma separated, UTF-8)."),
-        (huge, "has 16777217 bytes, a schedule at most 16777216."),
+        (tmp_path, "cannot be read: it is a folder and no regular file. Save it as CSV"),
+        ("/dev/zero", "cannot be read: it is a pipe, a device or a socket"),
+        (excel, "it is not UTF-8 at byte 0. Save it as CSV (comma separated, UTF-8), or"),
+        (huge, "it has more than 16,777,216 bytes, which is the most."),
         ("a\0b", "schedule.file="),
         ("x" * 5000, "schedule.file="),
     ):
