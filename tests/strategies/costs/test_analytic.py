@@ -160,6 +160,31 @@ def test_a_stage_is_the_sum_of_its_units_and_hands_on_what_the_last_one_does():
     assert sum_loads([]) == Load(0, 0, 0, 0, num_units=0)
 
 
+def test_what_some_units_do_not_say_is_taken_from_what_they_do():
+    first = Load(
+        10.0, 5, 2, 8, backward_flops=(1.0, 2.0), waiting_elements=3, owns=(1,),
+        tied=((1, 9), (7, 4)), first_saved_elements=100, listed=True,
+        works=(("matmul", 1), ("norm", 2)), exchanged=(6,),
+    )  # fmt: skip
+    second = Load(
+        20.0, 6, 3, 9, tied=((7, 6),), first_saved_elements=50, works=(("norm", 1),),
+        exchanged=(7, 8), rebuilt_elements=2,
+    )  # fmt: skip
+    assert sum_loads([first, second]) == Load(
+        30.0,
+        5 + 6 + 6,  # the larger of what both use of group 7; group 1 is its own
+        3,
+        100 + 8 + 9,
+        backward_flops=(1.0 + 20.0, 2.0 + 20.0),
+        num_units=2,
+        works=(("matmul", 1), ("norm", 3)),
+        listed=True,
+        rebuilt_elements=2,
+        waiting_elements=3 + 9,
+        exchanged=(6, 7, 8),
+    )
+
+
 def test_sharded_weights_halve_a_reduction_and_share_optimizer_and_state():
     plain, sharded = (
         AnalyticCosts(STAGES, MACHINE, dp=2).table(
