@@ -384,6 +384,13 @@ def own_weights(
             known[id(tensor)] = made
         return known[id(tensor)]
 
+    return stand_ins(module, stand_in)
+
+
+def stand_ins(
+    module: nn.Module, stand_in: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where a module keeps its parameters and buffers, and what stands in for each."""
     for child in module.modules():
         tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
         for table in tables:

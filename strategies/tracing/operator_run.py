@@ -24,7 +24,7 @@ from strategies.models.replay.gate import as_written, call_step, has_compiled
 from strategies.models.unit_model import HasUnits
 from strategies.planner.shardings.operators import ENTERED, WHOLE, Choice, Message
 from strategies.sharding_plan import LayerKind
-from strategies.tracing.figures import MOST_MADE_UP, own_weights
+from strategies.tracing.figures import MOST_MADE_UP, own_weights, stand_ins
 from strategies.tracing.operator_shardings import Cut, read_state
 
 # --------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._inside += 1
         try:
-            with _disable_current_modes(), torch.no_grad(), replaced(_real_weights(child, real)):
+            with _disable_current_modes(), torch.no_grad(), replaced(stand_ins(child, real)):
                 given, named = rebuild((args, kwargs), real)
                 with count:
                     made = forward(*given, **named)
@@ -388,17 +388,6 @@ class OperatorRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(leaf.shape, dtype=leaf.dtype, requires_grad=grows)
 
         return rebuild(made, fake)
-
-
-def _real_weights(
-    module: nn.Module, real: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    for child in module.modules():
-        tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers)
-        for table in tables:
-            for name, value in list(table.items()):
-                if isinstance(value, Tensor):
-                    yield table, name, real(value)
 
 
 def _untraceable(module: nn.Module, name: str, error: Exception) -> ModelError:
