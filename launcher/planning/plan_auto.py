@@ -42,9 +42,7 @@ def planned(config: LaunchConfig, run_dir: Path) -> LaunchConfig:
         raise refuse(asked, answer)
     best = answer.plans[0]
     batch = asked.space.global_batch_size
-    memory_gb = asked.problem.machine.hardware.memory_gb
-    words = candidate_words(best.candidate, asked.shape, batch, memory_gb=memory_gb)
-    _say_choice(words, best.step_time_s, asked, answer)
+    _say_choice(candidate_words(best.candidate, asked), best.step_time_s, asked, answer)
     chosen = candidate_config(config, best.candidate, asked.shape, batch)
     check(chosen)
     return chosen

@@ -124,7 +124,6 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
     """With the figures that the search has; those of a program are filled in later."""
     candidate, group = outcome.candidate, outcome.group
     batch = asked.space.global_batch_size
-    memory_gb = asked.problem.machine.hardware.memory_gb
     makespan = period = outcome.step_time_s
     exposed = idle = 0.0
     if not needs_program(group, candidate.order):
@@ -136,7 +135,7 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
     peak = asked.space.num_gpus * run_peak(config)
     return ListedPlan(
         outcome,
-        tuple(candidate_words(candidate, asked.shape, batch, memory_gb=memory_gb)),
+        tuple(candidate_words(candidate, asked)),
         candidate_config(config, candidate, asked.shape, batch),
         stage_layers(asked.shape, ranges(candidate.units)),
         outcome.rank_bytes,
@@ -348,21 +347,15 @@ def _known(name: str, value: str, words: Sequence[T], example: str) -> T:
 # A candidate as a configuration and as words for the command line: what is printed is what runs.
 
 
-def candidate_words(
-    candidate: Candidate,
-    shape: PlannedShape,
-    global_batch_size: int,
-    *,
-    memory_gb: float | None = None,
-) -> list[str]:
-    """Overrides that make a run of a candidate; ``memory_gb`` where its program depends on it."""
+def candidate_words(candidate: Candidate, asked: Question) -> list[str]:
+    """Overrides that make a run of a candidate."""
     layout, order = candidate.layout, candidate.order
     words = [
         f"pp={layout.pp}",
         f"tp={layout.tp}",
         f"dp={layout.dp}",
         *([f"ep={layout.ep}"] if layout.ep > 1 else []),
-        f"data.global_batch_size={global_batch_size}",
+        f"data.global_batch_size={asked.space.global_batch_size}",
         f"data.microbatch_size={layout.microbatch_size}",
         # An order of the user's own has its path as its name.
         f"schedule{'.path' if ':' in order.schedule else ''}={order.schedule}",
@@ -371,13 +364,15 @@ def candidate_words(
         words.append(f"schedule.stages_per_rank={order.stages_per_rank}")
     if order.group is not None:
         words.append(f"schedule.group={order.group}")
-    units = _cut(candidate, shape)
+    units = _cut(candidate, asked.shape)
     if units is not None:
         words.append(f"schedule.units_per_stage={spell(units)}")
     words.append(f"overlap={candidate.overlap}")
+    if asked.config.overlap.exchange and layout.ep == 1:
+        words.append("overlap.exchange=false")  # There is nothing to exchange.
     words += _recompute_words(candidate.recompute)
-    if memory_gb is not None and _fills_memory(candidate):
-        words.append(f"hardware.memory_gb={memory_gb:.12g}")
+    if _fills_memory(candidate):
+        words.append(f"hardware.memory_gb={asked.problem.machine.hardware.memory_gb:.12g}")
     return words
 
 
@@ -430,7 +425,11 @@ def candidate_config(
             layers_per_stage=None,
             units_per_stage=_cut(candidate, shape),
         ),
-        overlap=replace(config.overlap, name=candidate.overlap),
+        overlap=replace(
+            config.overlap,
+            name=candidate.overlap,
+            exchange=config.overlap.exchange and layout.ep > 1,
+        ),
         recompute=replace(
             config.recompute,
             name=candidate.recompute.policy,

@@ -89,8 +89,15 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
         assert step >= plan.group.bound * (1 - 1e-9)
         assert run.world_size == 8
         if pinned:
-            words = candidate_words(plan.candidate, asked.shape, 32)
+            words = candidate_words(plan.candidate, asked)
             assert "pp=4" in words or values.get("schedule")
+
+
+def test_a_layout_without_an_exchange_of_tokens_is_planned_without_it():
+    config, asked = small(overlap={"exchange": True})
+    for plan in search(asked.problem, asked.space, top_k=2).plans:
+        assert "overlap.exchange=false" in candidate_words(plan.candidate, asked)
+        assert not resolve(candidate_config(config, plan.candidate, asked.shape, 32)).plan.pairs
 
 
 def test_little_memory_brings_selective_recomputation_as_its_run_predicts_it():
