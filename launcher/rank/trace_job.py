@@ -22,7 +22,7 @@ import lightning.pytorch as pl
 import torch
 
 from launcher.config import LaunchConfig, from_dict
-from launcher.config.pipeline import PlannerConfig
+from launcher.config.pipeline import PlannerConfig, ScheduleConfig
 from launcher.planning.model_trace import (
     BY_HAND,
     PROBLEM,
@@ -180,18 +180,12 @@ def _alone(config: LaunchConfig) -> LaunchConfig:
         tp=1,
         dp=1,
         ep=1,
+        expert_tp=False,
+        sequence_parallel=False,
         num_microbatches=1,
         overlap=replace(config.overlap, exchange=False),
         data=replace(config.data, global_batch_size=_ROWS, microbatch_size=_ROWS, num_workers=0),
-        schedule=replace(
-            config.schedule,
-            name="1f1b",
-            stages_per_rank=None,
-            group=None,
-            split_backward=False,
-            layers_per_stage=None,
-            units_per_stage=None,
-        ),
+        schedule=ScheduleConfig(),
         recompute=replace(config.recompute, name="none", max_full_activations=None),
     )
 

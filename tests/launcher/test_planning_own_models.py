@@ -14,11 +14,12 @@ import pytest
 
 from launcher.config import LaunchConfig
 from launcher.config.launch import HardwareConfig
-from launcher.config.pipeline import PlannerConfig, RecomputeConfig
+from launcher.config.pipeline import PlannerConfig, RecomputeConfig, ScheduleConfig
 from launcher.config.workload import ModelConfig
 from launcher.planning.question import question
 from launcher.planning.report import candidate_config
 from launcher.processes.local import our_path
+from launcher.rank import trace_job
 from launcher.resolve import resolve
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.memory import peak_memory_bytes
@@ -218,6 +219,15 @@ def test_what_is_listed_for_a_graph_is_what_its_program_takes(ratio, monkeypatch
         assert run.plan.skips == skips(run.costs.handed)  # type: ignore[union-attr]
     deep = question(replace(config, pp=4, planner=PlannerConfig(num_gpus=4)), ("pp",), traced)
     assert search(deep.problem, deep.space, top_k=1).plans[0].plan.skips
+
+
+def test_a_trace_on_one_rank_is_without_what_ranks_share():
+    config = LaunchConfig(
+        tp=2, sequence_parallel=True, expert_tp=True,
+        schedule=ScheduleConfig(name="pipedream_2bw", error_feedback=0.5),
+    )  # fmt: skip
+    alone = resolve(trace_job._alone(config))
+    assert (alone.world_size, alone.plan.schedule) == (1, "1f1b")
 
 
 def test_what_a_trace_cannot_tell_is_refused():
