@@ -63,7 +63,7 @@ def steady_period(
     """From step to step where nobody waits at a barrier."""
     plan = Plan(schedule, pp=ranks, num_microbatches=num_microbatches, buckets=0)
     program = compile_plan(plan).train
-    if program.per_batch is not None:
+    if program.updates is not None:
         return simulate(program, costs).period
     *_, before, last = unroll(program, costs, steps=6)
     return max(max(row) for row in last.end) - max(max(row) for row in before.end)

@@ -262,7 +262,7 @@ def _post_validation(
     by_norm = trainer.gradient_clip_val is None or trainer.gradient_clip_algorithm == "norm"
     if not trainer.waits_at_flush or not by_norm or trainer.precision == "16-mixed":
         return False
-    if config.pp == 1 or config.ep > 1 or asked is False or programs.calls is not None:
+    if config.pp == 1 or config.ep > 1 or asked is False or programs.stream is not None:
         return False
     if asked is True:
         return True

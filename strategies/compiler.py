@@ -13,7 +13,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import Literal
 
@@ -23,21 +23,19 @@ from strategies.costs.uniform import UniformCosts
 from strategies.errors import DeadlockError, PlanError, ProgramError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MICROBATCH_KINDS
-from strategies.ir.program import Boundary, Program, chain
+from strategies.ir.program import Boundary, Program, Updates, chain
 from strategies.ir.verify import verify
 from strategies.keyword_types import check_keywords
 from strategies.lowering.send_recv import add_messages, order_for_rendezvous
-from strategies.lowering.stream import Calls, Update, add_updates, label_period, lower_stream
+from strategies.lowering.steps import StreamSteps, first_steady, label_period, num_batches
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
-from strategies.passes.recompute.add_recompute import Held, add_recompute
+from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
 from strategies.passes.updates import (
     accumulate_only,
     add_batch_loss,
     add_exchanges,
-    add_gathers,
-    add_grad_reduce,
-    add_steps,
+    add_updates,
     first_microbatches,
     forward_only,
     forwards_first,
@@ -69,19 +67,19 @@ class Programs:
         train: With reductions and optimizer steps; of a schedule without a flush a few batches,
             from an empty pipeline to an empty one.
         choice: How the group of microbatches was chosen, where the plan left it to us.
-        calls: Without a flush, what each training step runs; None with one.
+        stream: Without a flush, what each training step runs; None with one.
     """
 
     train: Program
     choice: GroupChoice | None
     _updates: Program  # ``train`` before it was lowered.
     _plan: Plan
-    calls: Calls | None = None
+    stream: StreamSteps | None = None
 
     @cached_property
     def alone(self) -> Program:
         """One batch by itself, from an empty pipeline to an empty one, with its update."""
-        if self.calls is None:
+        if self.stream is None:
             return self.train
         with no_collection():
             return _lowered(self._updates, self._plan)
@@ -105,7 +103,7 @@ class Programs:
         Raises:
             ProgramError: One of them cannot run.
         """
-        one = () if self.calls is None else (self.alone,)
+        one = () if self.stream is None else (self.alone,)
         return self.train, *one, self.accumulate, self.forward
 
 
@@ -145,19 +143,20 @@ def compile_compute(plan: Plan) -> Program:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    return _compute(plan, None if schedule_of(plan).synchronous else _period(plan))
+    return _compute(plan, _updates(plan))
 
 
-def _period(plan: Plan) -> int:
-    """Without a flush: after how many microbatches what calls run repeats."""
-    schedule, shape = schedule_of(plan), resolve_shape(plan)
-    assert schedule.lateness is not None
-    return label_period(schedule.lateness(shape), shape.pp, shape.num_microbatches)
+def _updates(plan: Plan) -> Updates | None:
+    """Without a flush: when the weights are updated."""
+    updates = schedule_of(plan).updates
+    if updates is None:
+        return None
+    return replace(updates(resolve_shape(plan)), feeds_back=plan.error_feedback > 0)
 
 
-def _compute(plan: Plan, period: int | None, held: Held | None = None) -> Program:
-    """As ``compile_compute``; ``held``: what ranks hold, where that is more than of one step."""
-    compute, durations = _ordered(plan)
+def _compute(plan: Plan, updates: Updates | None, stream: int | None = None) -> Program:
+    """As ``compile_compute``; of a ``stream``, so many microbatches without a flush."""
+    compute, durations = _ordered(plan, stream)
     _check_compute_only(compute)
     verify(compute)
     if plan.split_backward:
@@ -168,9 +167,11 @@ def _compute(plan: Plan, period: int | None, held: Held | None = None) -> Progra
             plan.recompute,
             plan.costs,
             memory_bytes=plan.memory_bytes,
-            held=held or (lambda program: _held(program, plan)),
+            held=lambda program: _held(
+                program if stream is None else replace(program, updates=updates), plan
+            ),
             reorder=plan.file is None,
-            period=period,
+            period=None if updates is None else label_period(updates),
         )
     return compute
 
@@ -257,10 +258,12 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _ordered(plan: Plan) -> tuple[Program, Durations | None]:
+def _ordered(plan: Plan, stream: int | None = None) -> tuple[Program, Durations | None]:
     """The schedule's order, and the durations that it was made for."""
     schedule = schedule_of(plan)
     shape = resolve_shape(plan)
+    if stream is not None:
+        shape = replace(shape, num_microbatches=stream)
     placement = schedule.place(shape)
     assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
     links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
@@ -308,13 +311,14 @@ def _train(compute: Program, plan: Plan) -> Program:
     compute = _paired(compute, plan)
     if plan.loss_over == "batch":
         compute = add_batch_loss(compute)
-    stepped = add_steps(add_grad_reduce(compute, buckets, overlap=plan.overlap != "none"))
-    return add_gathers(stepped, buckets) if plan.overlap == "zero1" else stepped
+    return add_updates(
+        compute, buckets, overlapped=plan.overlap != "none", gathered=plan.overlap == "zero1"
+    )
 
 
 def _paired(compute: Program, plan: Plan) -> Program:
     """Fused pairs are made where the plan says so; else they stay where it gains something."""
-    if plan.pairs:
+    if plan.pairs and compute.updates is None:
         try:
             return verify(fuse_pairs(compute))
         except DeadlockError as error:
@@ -348,32 +352,21 @@ def _lowered(program: Program, plan: Plan) -> Program:
 
 def _streamed(plan: Plan) -> Programs:
     """Of a schedule without a flush: as many batches as show how it begins, goes on and ends."""
-    schedule, shape = schedule_of(plan), resolve_shape(plan)
-    assert schedule.lateness is not None
-    lateness = schedule.lateness(shape)
-    batch = compile_compute(plan)
-    updates = verify(_train(batch, plan))
-    update = Update(
-        plan.stage_buckets(batch.placement.num_stages),
-        overlap=plan.overlap != "none",
-        gathers=plan.overlap == "zero1",
-    )
-    whole = Calls.count(lateness, update, shape.pp, shape.num_microbatches)
-    count = whole * shape.num_microbatches
+    updates, gathers = _updates(plan), plan.overlap == "zero1"
+    assert updates is not None
+    batch = verify(_train(compile_compute(plan), plan))
+    count = num_batches(updates, gathers=gathers) * updates.per_step
+    compute = _compute(plan, updates, count)
+    over = partial(_stream, plan, compute, updates)
+    steps = StreamSteps(verify(over(count)), first_steady(updates, gathers=gathers), over)
+    return Programs(steps.program, None, batch, plan, steps)
 
-    def streamed(compute: Program) -> Program:
-        compute = replace(compute, feeds_back=plan.error_feedback > 0)
-        return add_updates(compute, lateness, update, per_batch=shape.num_microbatches)
 
-    def held(compute: Program) -> tuple[int | None, ...]:
-        assert plan.costs is not None
-        lowered = lower_stream(streamed(compute), lateness)
-        return peak_memory_bytes(lowered, plan.costs.table(lowered))
-
-    whole_plan = replace(plan, num_microbatches=count, accumulation=1)
-    stream = streamed(_compute(whole_plan, _period(plan), held))
-    calls = Calls(stream, lateness, update, shape.num_microbatches)
-    return Programs(lower_stream(stream, lateness), None, updates, plan, calls)
+def _stream(plan: Plan, compute: Program, updates: Updates, count: int, begun: int = 0) -> Program:
+    """Lowered, over so many microbatches, of which the first update has so many others already."""
+    updates = replace(updates, begun=begun)
+    compute = replace(first_microbatches(compute, count), updates=updates)
+    return _lower(_train(compute, plan), plan.costs)
 
 
 def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:
@@ -384,7 +377,8 @@ def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:
 
 
 def _lower(program: Program, costs: Costs | None) -> Program:
-    table = None if costs is None else costs.table(program)
+    # Without a flush the places of messages repeat, whatever these cost.
+    table = None if costs is None or program.updates is not None else costs.table(program)
     if table is not None and table.transport == "rendezvous":
         return order_for_rendezvous(program, table)
     return add_messages(program, table)

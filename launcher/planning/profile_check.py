@@ -273,7 +273,7 @@ def write_refined(target: Path, costs: Costs, measured: Timeline) -> None:
     ratios = kind_ratios(measured, costs.table(measured.program))
     better = replace(costs, profile=refined(costs.profile, ratios))
     predicted = simulate(measured.program, better)
-    flushes = measured.program.per_batch is None
+    flushes = measured.program.updates is None
     said, took = ((t.makespan if flushes else t.period) for t in (predicted, measured))
     error = abs(said / took - 1.0) if took > 0 else None
     write_atomically(target, dump_profile(with_error(better.profile, error)))

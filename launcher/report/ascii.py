@@ -107,7 +107,7 @@ def _legend(timeline: Timeline, rows: Sequence[Row], grid: _Grid) -> str:
     text = f"a slot is {slot}{'' if grid.exact else ', times rounded'}; 2F0: stage 2, forward, "
     text += f"microbatch 0; {_RUNNING}: still running; {_IDLE}: idle"
     text += "; 2F1& 3B0: run as one" if _fuses(timeline) else ""
-    if timeline.program.per_update is not None:
+    if timeline.program.updates is not None:
         text += "; #1: with version 1 of the weights"
     text += "; comm: 2.0 reduces stage 2, bucket 0" if channel else ""
     tokens = ", 2D1 and 2C1: tokens of microbatch 1 to experts and back"

@@ -167,10 +167,9 @@ def _asset(name: str) -> str:
 def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
     timeline, metrics = panel.timeline, panel.metrics
     unit = timeline.time_unit
-    stream = timeline.program.per_batch
     whole = "makespan"
-    if stream is not None:
-        whole = f"{timeline.program.num_microbatches // stream} batches, filled and drained"
+    if timeline.program.updates is not None:
+        whole = f"{timeline.program.steps:g} batches, filled and drained"
     yield whole, format_duration(timeline.makespan, unit)
     yield "period", format_duration(timeline.period, unit)
     yield "bubble ratio", format_percent(timeline.bubble_ratio)
@@ -184,7 +183,7 @@ def _figure_items(panel: Panel) -> Iterator[tuple[str, str]]:
     yield "exposed reduction", format_duration(timeline.exposed_grad_reduce, unit)
     peaks = peak_activations(timeline.program) if metrics is None else metrics.peak_activations
     yield "peak activations", f"{max(peaks):.4g} microbatches (rank {peaks.index(max(peaks))})"
-    if stream is not None:
+    if timeline.program.updates is not None:
         late = " ".join(map(str, staleness(timeline.program)))
         yield "updates late, per stage", late
         yield "versions, per rank", " ".join(map(str, weight_versions(timeline.program)))

@@ -394,10 +394,9 @@ def schedule_text(timeline: Timeline, metrics: Metrics) -> str:
 
 
 def _microbatches(program: Program) -> str:
-    if program.per_batch is None:
+    if program.updates is None:
         return f"{program.num_microbatches} microbatches"
-    batches = program.num_microbatches // program.per_batch
-    return f"{batches} batches of {program.per_batch} microbatches"
+    return f"{program.steps:g} batches of {program.updates.per_step} microbatches"
 
 
 def _spaced(values: Sequence[int]) -> str:

@@ -105,7 +105,7 @@ def timeline_data(label: str, timeline: Timeline) -> TimelineData:
         "channel": uses_channel(rows),
         "rows": list(_row_data(timeline, rows)),
     }
-    if timeline.program.per_update is not None:
+    if timeline.program.updates is not None:
         # As many shades as there may be versions beside each other, and one more.
         panel["versions"] = 1 + max(weight_versions(timeline.program))
     return TimelineData(label, panel)

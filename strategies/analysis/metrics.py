@@ -86,18 +86,17 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
     table = costs.table(program)
     full = peak_activations(program)
     caps = full if cap is None else tuple(max(cap, peak) for peak in full)
-    batches = 1.0
-    if program.per_batch is None:
+    steps = program.steps
+    if program.updates is None:
         lb1, lb2 = lower_bound(program, table), memory_bound(program, table, caps)
     else:
         # Behind each other without a flush, batches take what the busiest rank computes.
-        batches = program.num_microbatches / program.per_batch
-        busy = [timeline.busy(rank) / batches for rank in range(len(program.ranks))]
+        busy = [timeline.busy(rank) / steps for rank in range(len(program.ranks))]
         rank = max(range(len(busy)), key=lambda each: (busy[each], -each))
         lb1 = lb2 = Bound(busy[rank], f"LB1 rank {rank}")
     # Equal up to rounding, LB1 is named: it needs no word about memory.
     bound = lb2 if lb2.value > lb1.value * (1 + _SAME) else lb1
-    makespan = timeline.makespan if program.per_batch is None else timeline.period
+    makespan = timeline.step
     ranks = range(len(program.ranks))
     needed = sum(
         event.end - event.start
@@ -105,7 +104,7 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         for event in timeline.events(rank)
         if event.instruction.kind in NEEDED_KINDS
     )
-    ideal = needed / len(ranks) / batches
+    ideal = needed / len(ranks) / steps
     return Metrics(
         makespan=makespan,
         period=timeline.period,
@@ -120,14 +119,14 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         gap_to_ideal=makespan / ideal - 1.0,
         peak_activations=peak_activations(program, table),
         peak_memory_bytes=peak_memory_bytes(program, table),
-        recomputed=int(len(recomputed_pairs(program)) / batches),
+        recomputed=int(len(recomputed_pairs(program)) / steps),
         exposed_grad_reduce=timeline.exposed_grad_reduce,
-        throughput=program.num_microbatches / batches / makespan,
+        throughput=program.num_microbatches / steps / makespan,
         num_messages=int(
-            sum(item.kind is Kind.SEND for row in program.ranks for item in row) / batches
+            sum(item.kind is Kind.SEND for row in program.ranks for item in row) / steps
         ),
         weight_copies=program.placement.weight_copies,
-        synchronous=program.per_update is None,
+        synchronous=program.updates is None,
         weight_versions=weight_versions(program),
         gradient_sums=gradient_sums(program),
         staleness=staleness(program),

@@ -62,26 +62,27 @@ class Timeline:
         Messages do not count: one that is on its way to a rank does not keep it from the last step.
         Of a program without a flush: from one batch to the next, in steady state.
         """
-        if self.program.per_batch is not None:
-            return max(map(self._steady_period, range(len(self.program.ranks))), default=0.0)
         return max(map(self._span, range(len(self.program.ranks))), default=0.0)
 
-    def _steady_period(self, rank: int) -> float:
-        """Between the entrances of the last two batches, behind which the pipeline drains.
-
-        Where several make an update, the mean of as many.
-        """
-        size, count = self.program.per_batch, self.program.num_microbatches
-        assert size is not None
-        batches = max(1, (self.program.per_update or size) // size)
-        starts = {
-            event.instruction.microbatch: event.start
-            for event in self.events(rank)
-            if event.instruction.kind is Kind.F
-        }
-        return (starts[count - size] - starts[count - (1 + batches) * size]) / batches
+    @property
+    def step(self) -> float:
+        """From one batch to the next: the makespan, or without a flush the period."""
+        return self.makespan if self.program.updates is None else self.period
 
     def _span(self, rank: int) -> float:
+        """Of one step; without a flush between the entrances of the last batches.
+
+        Behind these the pipeline drains. Where several make an update, the mean of as many.
+        """
+        updates, count = self.program.updates, self.program.num_microbatches
+        if updates is not None:
+            starts = {
+                event.instruction.microbatch: event.start
+                for event in self.events(rank)
+                if event.instruction.kind is Kind.F
+            }
+            last = count - updates.per_step
+            return (starts[last] - starts[last - updates.steps * updates.per_step]) / updates.steps
         own = [e for e in self.events(rank) if e.instruction.kind not in MESSAGE_KINDS]
         return max((e.end for e in own), default=0.0) - min((e.start for e in own), default=0.0)
 
@@ -104,11 +105,9 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time over P * makespan; without a flush over P * period, in steady state."""
+        """Idle time over P * step; without a flush in steady state."""
         ranks = range(len(self.program.ranks))
-        size = self.program.per_batch
-        batches = 1.0 if size is None else self.program.num_microbatches / size
-        whole = len(ranks) * (self.makespan if size is None else self.period * batches)
+        whole = len(ranks) * (self.step * self.program.steps)
         return 1.0 - sum(map(self.busy, ranks)) / whole if whole else 0.0
 
     @property
@@ -117,7 +116,7 @@ class Timeline:
 
         Without a flush, the most that a rank waits for reductions before an update.
         """
-        if self.program.per_batch is not None:
+        if self.program.updates is not None:
             return max(map(self._waits_for_reduction, range(len(self.program.ranks))), default=0.0)
         events = [event for rank in range(len(self.program.ranks)) for event in self.events(rank)]
         reduced = [e.end for e in events if e.instruction.kind is Kind.REDUCE]

@@ -413,7 +413,7 @@ class AnalyticCosts:
 
         Without a flush, where microbatches under way still read them.
         """
-        if program.per_update is None:
+        if program.updates is None:
             return (0,) * len(self.stages)
         versions, owners = weight_versions(program), program.placement.owners
         return tuple(

@@ -132,9 +132,54 @@ class Boundary:
     tensors: tuple[str, ...] = ("hidden",)
 
 
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """When a program that has several updates of the weights makes them.
+
+    Update u, counted from 0, takes the gradients of microbatches u * size and on, and makes version
+    u + 1 of the weights; version 0 is what training begins with.
+
+    Attributes:
+        size: Microbatches whose gradients make one update.
+        delay: Per stage, by how many updates the weights that a microbatch reads are older than
+            those that training without a pipeline would read.
+        per_step: Microbatches of one batch. A step of the training loop is one batch, whatever an
+            update takes.
+        feeds_back: Whether an update is corrected by the one before: ranks keep that, and what the
+            weights were before the one that is made.
+        begun: Microbatches of the first update that earlier steps have accumulated, < size.
+    """
+
+    size: int
+    delay: tuple[int, ...]
+    per_step: int = 1
+    feeds_back: bool = False
+    begun: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Over how many batches an update goes; 1 also for less than one."""
+        return max(1, self.size // self.per_step)
+
+    def of(self, microbatch: int) -> int:
+        """The update that takes a microbatch's gradient."""
+        return (microbatch + self.begun) // self.size
+
+    def first(self, update: int) -> int:
+        """Its first microbatch; below 0 where earlier steps have accumulated some."""
+        return update * self.size - self.begun
+
+    def version_read(self, stage: int, microbatch: int) -> int:
+        return max(self.of(microbatch) - self.delay[stage], 0)
+
+    def first_reader(self, stage: int, version: int) -> int:
+        """The first microbatch that reads a version; it may be none of the program's."""
+        return self.first(version + self.delay[stage])
+
+
 @dataclass(frozen=True)
 class Program:
-    """One iteration on every rank.
+    """One iteration on every rank, or several that run into each other.
 
     Attributes:
         schedule: Name of the policy that made it.
@@ -143,14 +188,8 @@ class Program:
         boundaries: The stage graph; default: each stage to the next.
         role: ``train`` (all), ``accumulate`` (no REDUCE, no STEP) or ``forward`` (F only).
         lowered: Whether SEND and RECV stand in the lists.
-        per_update: Microbatches per update of the weights, where a program has several: update u
-            takes the gradients of microbatches u * per_update and on, and makes version u + 1.
-            None where all of them make one update, at the end.
-        per_batch: Microbatches of one batch, where a program has several: a step of the training
-            loop is as many, whatever an update takes.
-        feeds_back: Whether an update is corrected by the one before: ranks keep that, and what
-            the weights were before the one that is made.
-        begun: Microbatches of the first update that earlier calls have already accumulated.
+        updates: When the weights are updated; None where all microbatches make one update, at the
+            end.
     """
 
     schedule: str
@@ -160,23 +199,34 @@ class Program:
     boundaries: tuple[Boundary, ...]
     role: Role = "train"
     lowered: bool = False
-    per_update: int | None = None
-    per_batch: int | None = None
-    feeds_back: bool = False
-    begun: int = 0
+    updates: Updates | None = None
 
-    def update_of(self, microbatch: int) -> int | None:
-        """The version that a microbatch's gradient makes; None where there is one update."""
-        if self.per_update is None:
-            return None
-        return (microbatch + self.begun) // self.per_update + 1
+    @property
+    def steps(self) -> float:
+        """How many batches it has: 1 with a flush."""
+        return 1.0 if self.updates is None else self.num_microbatches / self.updates.per_step
+
+    @property
+    def feeds_back(self) -> bool:
+        return self.updates is not None and self.updates.feeds_back
+
+    @property
+    def versions(self) -> Sequence[int | None]:
+        """What its updates make: of one update, weights without a number."""
+        if self.updates is None:
+            return (None,)
+        return range(1, self.updates.of(self.num_microbatches - 1) + 2)
+
+    def version_made(self, microbatch: int) -> int | None:
+        """By the update that takes a microbatch's gradient; None where there is one update."""
+        return None if self.updates is None else self.updates.of(microbatch) + 1
 
     def microbatches_of(self, version: int | None) -> range:
         """Those whose gradients make a version; all of them where there is one update."""
-        if self.per_update is None or version is None:
+        if self.updates is None or version is None:
             return range(self.num_microbatches)
-        first = (version - 1) * self.per_update - self.begun
-        return range(max(first, 0), min(first + self.per_update, self.num_microbatches))
+        first, end = self.updates.first(version - 1), self.updates.first(version)
+        return range(max(first, 0), min(end, self.num_microbatches))
 
     @cached_property
     def dependencies(self) -> Graph:
@@ -227,13 +277,13 @@ def chain(num_stages: int) -> tuple[Boundary, ...]:
     return tuple(Boundary(stage, stage + 1) for stage in range(num_stages - 1))
 
 
-def last_gradients(row: Sequence[Instruction]) -> dict[int, int]:
-    """Stage -> place of its last B or W in a rank's list."""
+def last_gradients(program: Program, rank: int) -> dict[tuple[int, int | None], int]:
+    """(stage, version made) -> place of its last B or W in a rank's list."""
     return {
-        part.stage: place
-        for place, item in enumerate(row)
+        (part.stage, program.version_made(part.microbatch)): place
+        for place, item in enumerate(program.ranks[rank])
         for part in item.parts
-        if part.kind in GRADIENT_KINDS
+        if part.kind in GRADIENT_KINDS and part.microbatch is not None
     }
 
 

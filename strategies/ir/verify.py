@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, product
 from operator import attrgetter
@@ -158,7 +157,7 @@ def _check_place(program: Program, rank: int, item: Instruction) -> None:
             raise ProgramError(
                 f"{part} on rank {rank} in a program that is to {program.role} only."
             )
-    several = program.per_update is not None
+    several = program.updates is not None
     if (item.version is not None) is not (several and item.kind not in MESSAGE_KINDS):
         named = "no version" if item.version is None else f"version {item.version}"
         updates = "several updates" if several else "one update"
@@ -188,7 +187,7 @@ def _fuses(item: Instruction) -> bool:
 
 def _check_updates(program: Program) -> None:
     """Which weights a list reads and makes, and that it makes all it has to."""
-    several = program.per_update is not None
+    several = program.updates is not None
     steps: set[tuple[int, int, int | None]] = set()
     for rank, row in enumerate(program.ranks):
         newest: dict[int, int] = {}
@@ -209,11 +208,8 @@ def _check_updates(program: Program) -> None:
                 raise _broken(program, rank, place, text)
     if not steps and not (program.lowered and program.role == "train"):
         return  # No updates yet.
-    versions: Iterable[int | None] = (None,)
-    if several:
-        versions = range(1, (program.update_of(program.num_microbatches - 1) or 0) + 1)
     for rank, stages in enumerate(map(program.placement.stages_of, range(len(program.ranks)))):
-        for stage, version in product(stages, versions):
+        for stage, version in product(stages, program.versions):
             if (rank, stage, version) not in steps:
                 name = Instruction(Kind.STEP, stage, version=version)
                 raise ProgramError(

@@ -22,14 +22,14 @@ def weight_versions(program: Program) -> tuple[int, ...]:
     A version lives from the update that makes it until the last backward that reads it has run, and
     no newer one is there.
     """
-    if program.per_update is None:
+    if program.updates is None:
         return (1,) * len(program.ranks)
     return tuple(max(_alive(row), default=1) for row in program.ranks)
 
 
 def gradient_sums(program: Program) -> tuple[int, ...]:
     """Per rank, how many updates' gradients it holds at its worst moment, reduced or not."""
-    if program.per_update is None:
+    if program.updates is None:
         return (1,) * len(program.ranks)
     return tuple(max(_summed(program, row), default=1) for row in program.ranks)
 
@@ -40,7 +40,7 @@ def staleness(program: Program) -> tuple[int, ...]:
     for row in program.ranks:
         for item in row:
             for part in item.parts:
-                made = None if part.microbatch is None else program.update_of(part.microbatch)
+                made = None if part.microbatch is None else program.version_made(part.microbatch)
                 if part.kind is Kind.F and part.version is not None and made is not None:
                     late[part.stage] = max(late[part.stage], made - 1 - part.version)
     return tuple(late)
@@ -70,7 +70,7 @@ def _summed(program: Program, row: Sequence[Instruction]) -> Iterator[int]:
     for item in row:
         for part in item.parts:
             if part.kind in GRADIENT_KINDS and part.microbatch is not None:
-                sums.setdefault(part.stage, set()).add(program.update_of(part.microbatch))
+                sums.setdefault(part.stage, set()).add(program.version_made(part.microbatch))
         here = sums.get(item.stage, set())
         yield max(len(here), 1)
         if item.kind is Kind.STEP:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from strategies.costs.table import CostTable
+from strategies.errors import ProgramError
 from strategies.ir.graph import DURATION_ROWS, Transfer
 from strategies.ir.instruction import Instruction, receiving, sending
 from strategies.ir.kinds import BACKWARD_KINDS, KINDS, MICROBATCH_KINDS, Kind
@@ -30,6 +31,15 @@ def add_messages(program: Program, table: CostTable | None = None) -> Program:
 
     Without a table B takes twice F.
     """
+    if program.updates is not None:
+        end = _even_times(program)
+        # Activations arrive right before they are read, behind the update that the forward reads:
+        # what comes before a batch's first RECV has nothing of that batch.
+        return place_messages(
+            program,
+            end,
+            lambda m: end[m.consumer] - 0.5 if m.payload is Kind.F else end[m.producer],
+        )
     end = end_times(program, table)
     return place_messages(program, end, lambda message: end[message.producer])
 
@@ -46,7 +56,7 @@ def place_messages(
     the end of its producer to before the end of its consumer.
     """
     assert not program.lowered
-    graph, placement = program.graph, program.placement
+    graph, placement, flushes = program.graph, program.placement, program.updates is None
     position = [0] * len(graph.nodes)
     for place, node in enumerate(graph.order):
         position[node] = place
@@ -58,18 +68,20 @@ def place_messages(
     for rank, row in enumerate(program.ranks):
         time = 0.0
         for item in row:
-            # A REDUCE follows its list neighbour and that one's SEND; a STEP ends the list.
+            # A REDUCE follows its list neighbour and that one's SEND; at a flush a STEP ends the
+            # list.
             turn = 0 if item.kind in MICROBATCH_KINDS else 2
-            if item.kind is Kind.STEP:
+            if item.kind is Kind.STEP and flushes:
                 time = float("inf")
             elif not turn:
                 time = end[node]
-            seen = localize_edges(item, placement) if item.after else item
+            seen = localize_edges(item, placement) if item.after and flushes else item
             events[rank].append(((time, turn, node, 0), seen))
             node += 1
     for transfer in program.transfers:
         payload, source, target, microbatch, producer, consumer = transfer
-        key = (when(transfer), 1, position[producer], target)
+        # Without a flush lists repeat, and so do places: they follow from stages alone.
+        key = (when(transfer), 1, position[producer] if flushes else source, target)
         here, there = graph.rank[producer], graph.rank[consumer]
         events[here].append((key, sending(source, microbatch, payload, target)))
         events[there].append((key, receiving(target, microbatch, payload, source)))
@@ -90,6 +102,32 @@ def end_times(program: Program, table: CostTable | None) -> list[float]:
     # An empty stage takes no time, but its messages still go before and after it.
     shortest = 1e-6 * max(durations, default=1.0)
     return order_times(program, [max(each, shortest) for each in durations], hop)[1]
+
+
+def _even_times(program: Program) -> list[float]:
+    """Ends that move with the microbatch, so that the lists of all steps of a stream repeat.
+
+    F of microbatch g on stage s is at 2g + s, its B at 2g + 2P - 1 - s: 1F1B without a flush.
+
+    Raises:
+        ProgramError: A rank has another order.
+    """
+    depth, ends = 2 * program.placement.num_stages - 1, []
+    for rank, row in enumerate(program.ranks):
+        time = 0
+        for item in row:
+            before = time
+            if item.microbatch is not None:
+                offset = item.stage if item.kind is Kind.F else depth - item.stage
+                time = 2 * item.microbatch + offset
+            if time < before:
+                raise ProgramError(
+                    f"{program.schedule}: rank {rank} does not run in the order of 1F1B, F of "
+                    "microbatch g and then B of microbatch g - (pp - 1 - rank), which is the only "
+                    "one that is cut into steps without a flush."
+                )
+            ends.append(float(time))
+    return ends
 
 
 # ------------------------------------------------------------------------------------ remote edges

@@ -1,39 +1,154 @@
-"""Adds the all-gather of each stage's weights, which the step before has updated in shares.
+"""Adds what updates the weights: REDUCE, STEP and GATHER, of one update at the end or of several.
+
+A stage's REDUCEs stand right behind the update's last gradient on that rank: bucket after bucket is
+released inside that backward, and the channel works under the compute that follows. Without
+overlap they carry an edge from the rank's last gradient and stand right before the STEP. So do
+those of an update that lacks some gradients: the batch that does not come is missed only then.
+Where a stage has two owners (two weight copies), both reduce the stages that they share in one
+order: that in which the later of the two gets its gradients. A rank that has a stage's gradients
+earlier holds its REDUCEs back, with an edge from the gradient behind which they then stand.
+
+A STEP stands as late as the weights that it makes allow: right before the first forward that reads
+them, or where that would stand if the batches did not end. With a flush no forward of the program
+reads them, so STEPs end a list, in the order in which gradients get ready.
 
 ZeRO stage 1 (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054): a reduction leaves each
-replica the sum of its share only, the optimizer updates that share, and the weights are put
-together again. The GATHERs stand at the very beginning of a rank's list, in the order in which its
-stages are first used, so that all but the first run under the forwards of earlier stages.
+replica the sum of its share only, the optimizer updates that share, and a GATHER puts the weights
+together again before the first forward that reads them. With a flush that is the very beginning of
+a list, for what the step before has made; stages gather in the order in which they are first used,
+so that all but the first gather under the forwards of earlier stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 
 from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction, exchanges, overlap
 from strategies.ir.kinds import UPDATE_KINDS, Kind
-from strategies.ir.program import Program, last_gradients
+from strategies.ir.program import Program, Updates, last_gradients
+
+_Update = tuple[int, int | None]  # stage, version made
 
 
-def add_gathers(program: Program, buckets: Sequence[int]) -> Program:
-    """Inserts GATHER(stage) on every owner of every stage whose gradient is reduced.
+def add_updates(
+    program: Program,
+    buckets: Sequence[int] = (),
+    *,
+    overlapped: bool = True,
+    gathered: bool = False,
+) -> Program:
+    """Adds the REDUCEs, STEPs and GATHERs of each update, on every owner of every stage.
 
-    ``buckets`` are per stage, 0 where there is nothing to reduce.
+    Where there are several updates, each instruction also gets the version that it reads.
+
+    Args:
+        program: Compute only.
+        buckets: Per stage, into how many its gradient is divided; 0 where there is nothing to
+            reduce, () for no stage.
+        overlapped: Whether buckets are released inside the last backward.
+        gathered: Whether replicas update shares of what they reduce.
     """
-    turn = _first_uses(program)
+    position, ready = _positions(program), dict[_Update, int]()
+    last = [last_gradients(program, rank) for rank in range(len(program.ranks))]
+    for offset, places in zip(accumulate(map(len, program.ranks), initial=0), last, strict=False):
+        for update, place in places.items():
+            ready[update] = max(ready.get(update, -1), position[offset + place])
+    counts = buckets or (0,) * program.placement.num_stages
+    turn = _first_uses(program, position) if gathered else {}
+    gathers = [stage for stage in sorted(turn, key=turn.__getitem__) if counts[stage]]
     rows = []
     for rank, row in enumerate(program.ranks):
-        stages = sorted(program.placement.stages_of(rank), key=turn.__getitem__)
-        gathers = tuple(Instruction(Kind.GATHER, stage) for stage in stages if buckets[stage])
-        rows.append(gathers + row)
+        gaps = _gaps(program, rank, last[rank], ready, counts, gathers, overlapped=overlapped)
+        reads = row if program.updates is None else [_reading(program.updates, i) for i in row]
+        parts = ((*gaps.get(place, ()), *reads[place : place + 1]) for place in range(len(row) + 1))
+        rows.append(tuple(chain.from_iterable(parts)))
     return program.with_ranks(tuple(rows))
 
 
-def _first_uses(program: Program) -> dict[int, tuple[int, int]]:
+def _gaps(
+    program: Program,
+    rank: int,
+    last: Mapping[_Update, int],
+    ready: Mapping[_Update, int],
+    buckets: Sequence[int],
+    gathers: Sequence[int],
+    *,
+    overlapped: bool,
+) -> dict[int, list[Instruction]]:
+    """What comes before each place of a rank's list.
+
+    Args:
+        program: Compute only.
+        rank: Whose list.
+        last: Where its last gradients stand.
+        ready: When they are complete on all owners, in one order of all lists.
+        buckets: Per stage.
+        gathers: The stages that are gathered, in one order for all owners.
+        overlapped: As above.
+    """
+    row, updates = program.ranks[rank], program.updates
+    stages = program.placement.stages_of(rank)
+    places = {(i.kind, i.stage, i.microbatch): p for p, i in enumerate(row) if updates is not None}
+    behind: dict[int, list[Instruction]] = defaultdict(list)  # what stands before a place
+    before: dict[int, list[Instruction]] = defaultdict(list)
+    if updates is None:
+        behind[0] += (Instruction(Kind.GATHER, stage) for stage in gathers if stage in stages)
+    for version in program.versions:
+        end = dict.fromkeys(stages, len(row))
+        whole = True
+        if updates is not None and version is not None:
+            end = {
+                stage: _step_place(updates, places, stage, version, len(row)) for stage in stages
+            }
+            whole = updates.first(version) <= program.num_microbatches
+        place = -1 if overlapped else max(last.get((stage, version), -1) for stage in stages)
+        for stage in sorted(stages, key=lambda stage: ready.get((stage, version), -1)):
+            own = last.get((stage, version), -1)
+            place = max(place, own)
+            held_back = not overlapped or place != own
+            # An edge names its instruction, no more. An OVERLAP is named by its backward.
+            edge = (replace(row[place].parts[-1], after=()),) if held_back and place >= 0 else ()
+            gap = behind[place + 1] if overlapped and whole else before[end[stage]]
+            gap += (
+                Instruction(Kind.REDUCE, stage, bucket=bucket, version=version, after=edge)
+                for bucket in range(buckets[stage])
+            )
+        for stage in sorted(stages, key=lambda stage: last.get((stage, version), -1)):
+            gap = before[end[stage]]
+            gap.append(Instruction(Kind.STEP, stage, version=version))
+            if stage in gathers and any(i.kind is Kind.F for i in row[end[stage] : end[stage] + 1]):
+                gap.append(Instruction(Kind.GATHER, stage, version=version))
+    for place, items in before.items():
+        behind[place] += items
+    return behind
+
+
+def _step_place(
+    updates: Updates,
+    places: Mapping[tuple[Kind, int, int | None], int],
+    stage: int,
+    version: int,
+    end: int,
+) -> int:
+    """That of the first forward that reads a version, or of what would follow it in 1F1B."""
+    reader = updates.first_reader(stage, version)
+    returns = reader - (len(updates.delay) - 1 - stage)
+    wanted = (Kind.F, stage, reader), (Kind.R, stage, returns), (Kind.B, stage, returns)
+    return next((places[key] for key in wanted if key in places), end)
+
+
+def _reading(updates: Updates, item: Instruction) -> Instruction:
+    """With the version that it reads."""
+    assert item.microbatch is not None
+    return replace(item, version=updates.version_read(item.stage, item.microbatch))
+
+
+def _first_uses(program: Program, position: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Stage -> when any of its owners first uses it: one order for all, they gather together."""
-    position = _positions(program)
     turn = {stage: (len(position), stage) for stage in range(program.placement.num_stages)}
     nodes = (item for row in program.ranks for item in row)
     for place, item in zip(position, nodes, strict=True):
@@ -49,67 +164,6 @@ def _positions(program: Program) -> Sequence[int]:
         return range(sum(map(len, program.ranks)))
     order = program.graph.order
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-# ------------------------------------------------------------------------------------- reduce grad
-# With overlap, a stage's REDUCE instructions stand right after its last gradient on that rank:
-# bucket after bucket is released inside that backward, and the channel works under the compute that
-# follows. Without, they carry an edge from the rank's last compute and start at the flush.
-#
-# Where a stage has two owners (two weight copies), both reduce the stages that they share in one
-# order: that in which the later of the two gets its gradients. A rank that has a stage's gradients
-# earlier holds its REDUCEs back, with an edge from the gradient behind which they then stand.
-
-
-def add_grad_reduce(program: Program, buckets: Sequence[int], *, overlap: bool) -> Program:
-    """Inserts REDUCE(stage, bucket) on every owner of every stage.
-
-    ``buckets`` are per stage, 0 where there is nothing to reduce. They are released inside the
-    stage's last backward, or without ``overlap`` all at the end.
-    """
-    turn = _gradient_turns(program)
-    rows = []
-    for rank, row in enumerate(program.ranks):
-        last = last_gradients(row)
-        behind: dict[int, list[Instruction]] = {}
-        place = -1
-        for stage in sorted(program.placement.stages_of(rank), key=turn.__getitem__):
-            own = last.get(stage, -1)
-            place = max(place, own) if overlap else len(row) - 1
-            held_back = not overlap or place != own
-            # An edge names its instruction, no more. An OVERLAP is named by its backward.
-            edge = (replace(row[place].parts[-1], after=()),) if held_back and place >= 0 else ()
-            behind.setdefault(place, []).extend(
-                Instruction(Kind.REDUCE, stage, bucket=bucket, after=edge)
-                for bucket in range(buckets[stage])
-            )
-        result = list(behind.get(-1, ()))
-        for position, item in enumerate(row):
-            result.append(item)
-            result.extend(behind.get(position, ()))
-        rows.append(tuple(result))
-    return program.with_ranks(tuple(rows))
-
-
-def add_steps(program: Program) -> Program:
-    """Appends STEP(stage) for every stage of a rank, in the order in which gradients get ready."""
-    rows = []
-    for rank, row in enumerate(program.ranks):
-        last = last_gradients(row)
-        stages = sorted(program.placement.stages_of(rank), key=lambda stage: last.get(stage, -1))
-        rows.append(row + tuple(Instruction(Kind.STEP, stage) for stage in stages))
-    return program.with_ranks(tuple(rows))
-
-
-def _gradient_turns(program: Program) -> dict[int, int]:
-    """Stage -> when its gradient is complete on all owners: a place in one order of all stages."""
-    position, offset = _positions(program), 0
-    turn = dict.fromkeys(range(program.placement.num_stages), -1)
-    for row in program.ranks:
-        for stage, place in last_gradients(row).items():
-            turn[stage] = max(turn[stage], position[offset + place])
-        offset += len(row)
-    return turn
 
 
 # ---------------------------------------------------------------------------------------- variants

@@ -274,7 +274,7 @@ def lists_plan(group: Group, order: Order) -> Plan:
 
 def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
     """A step's time; ``waits``: ranks wait for each other at the flush, or at every update."""
-    if program.per_batch is None:
+    if program.updates is None:
         timeline = simulate(program, costs)
         return timeline.makespan if waits else timeline.period
     return simulate(agreed(program) if waits else program, costs).period

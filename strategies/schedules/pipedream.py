@@ -35,8 +35,9 @@ take (P-1) (F + B) together, once. Rank r holds P-r activations, like 1F1B. Any 
 from __future__ import annotations
 
 from strategies.errors import PlanError
+from strategies.ir.program import Updates
 from strategies.schedules import one_f_one_b
-from strategies.schedules.schedule import Lateness, Rows, Schedule, Shape
+from strategies.schedules.schedule import Rows, Schedule, Shape
 
 
 def order(shape: Shape) -> Rows:
@@ -44,11 +45,11 @@ def order(shape: Shape) -> Rows:
     return one_f_one_b.order(shape)
 
 
-def _lateness(shape: Shape) -> Lateness:
+def _updates(shape: Shape) -> Updates:
     """As many microbatches as are under way behind the stage, or before the first, in updates."""
     last, size = shape.pp - 1, shape.accumulation
     behind = (last,) * shape.pp if shape.vertical_sync else tuple(range(last, -1, -1))
-    return Lateness(size, tuple(-(-count // size) for count in behind))
+    return Updates(size, tuple(-(-count // size) for count in behind), shape.num_microbatches)
 
 
 def _rule(shape: Shape) -> None:
@@ -62,4 +63,4 @@ def _rule(shape: Shape) -> None:
 
 
 # An update per microbatch, so usually one each.
-PIPEDREAM = Schedule("pipedream", order, repeats=True, usual=1, rule=_rule, lateness=_lateness)
+PIPEDREAM = Schedule("pipedream", order, repeats=True, usual=1, rule=_rule, updates=_updates)

@@ -40,8 +40,9 @@ a batch then holds of K M and of K batches.
 from __future__ import annotations
 
 from strategies.errors import PlanError
+from strategies.ir.program import Updates
 from strategies.schedules import one_f_one_b
-from strategies.schedules.schedule import Lateness, Rows, Schedule, Shape
+from strategies.schedules.schedule import Rows, Schedule, Shape
 
 
 def order(shape: Shape) -> Rows:
@@ -49,9 +50,10 @@ def order(shape: Shape) -> Rows:
     return one_f_one_b.order(shape)
 
 
-def _lateness(shape: Shape) -> Lateness:
+def _updates(shape: Shape) -> Updates:
     """One update, on every stage."""
-    return Lateness(shape.num_microbatches * shape.accumulation, (1,) * shape.pp)
+    batch = shape.num_microbatches
+    return Updates(batch * shape.accumulation, (1,) * shape.pp, batch)
 
 
 def _rule(shape: Shape) -> None:
@@ -66,4 +68,4 @@ def _rule(shape: Shape) -> None:
         )
 
 
-PIPEDREAM_2BW = Schedule("pipedream_2bw", order, repeats=True, rule=_rule, lateness=_lateness)
+PIPEDREAM_2BW = Schedule("pipedream_2bw", order, repeats=True, rule=_rule, updates=_updates)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strategies.errors import PlanError
 from strategies.ir.instruction import Instruction
-from strategies.ir.program import PLACEMENTS, Placement, bidirectional, loop, v
+from strategies.ir.program import PLACEMENTS, Placement, Updates, bidirectional, loop, v
 from strategies.plan import Plan
 
 Rows = tuple[tuple[Instruction, ...], ...]
@@ -62,34 +62,6 @@ class Shape:
     accumulation: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """When a schedule without a flush updates the weights.
-
-    Attributes:
-        per_update: Microbatches whose gradients make one update.
-        updates: Per stage, by how many updates the weights that a microbatch uses are older than
-            those that training without a pipeline would use.
-        begun: Microbatches whose gradients the first update has before all else, < per_update.
-    """
-
-    per_update: int
-    updates: tuple[int, ...]
-    begun: int = 0
-
-    def update_of(self, microbatch: int) -> int:
-        """To which update, counted from 0, a microbatch's gradient belongs."""
-        return (microbatch + self.begun) // self.per_update
-
-    def first_of(self, update: int) -> int:
-        """The first microbatch of an update; below 0 where some were there before."""
-        return update * self.per_update - self.begun
-
-    def batches(self, per_call: int) -> int:
-        """Of so many microbatches each, how many make an update; 1 also for less than one."""
-        return max(1, self.per_update // per_call)
-
-
 def given_group(group: int | str | None, schedule: Schedule) -> int | None:
     """A group as people give it; None where the compiler takes the default, or chooses.
 
@@ -127,7 +99,7 @@ class Schedule:
         num_microbatches: M, where the order exists for one number only; None for any.
         usual: Default M; None for 2 P.
         rule: What the schedule demands of P, M, V beyond the above; raises PlanError.
-        lateness: For a schedule without a flush, when it updates the weights; ``order`` is then
+        updates: For a schedule without a flush, when it updates the weights; ``order`` is then
             that of any number of batches behind each other, 1F1B.
     """
 
@@ -145,7 +117,7 @@ class Schedule:
     num_microbatches: int | None = None
     usual: int | None = None
     rule: Callable[[Shape], None] | None = None
-    lateness: Callable[[Shape], Lateness] | None = None
+    updates: Callable[[Shape], Updates] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.placement, str) and self.placement not in PLACEMENTS:
@@ -166,7 +138,7 @@ class Schedule:
     @property
     def synchronous(self) -> bool:
         """Whether the pipeline drains at the optimizer step."""
-        return self.lateness is None
+        return self.updates is None
 
     def usual_microbatches(self, pp: int) -> int:
         """The default M."""

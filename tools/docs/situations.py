@@ -163,7 +163,7 @@ def figures(name: str, situation: Situation) -> Figures | None:
         return None
     timeline = simulate(program, costs)
     placement = program.placement
-    flushed = program.per_batch is None  # Without a flush nobody waits for a verdict at its end.
+    flushed = program.updates is None  # Without a flush nobody waits for a verdict at its end.
     return Figures(
         timeline.makespan if situation.clips and flushed else timeline.period,
         timeline.bubble_ratio,

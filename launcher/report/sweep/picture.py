@@ -419,7 +419,7 @@ def timeline_png(panels: Sequence[Panel], *, title: str) -> bytes:
     for panel in panels:
         timeline = panel.timeline
         # Without a flush the picture is of several batches, and a step is the time between two.
-        flushed = timeline.program.per_batch is None
+        flushed = timeline.program.updates is None
         took = timeline.makespan if flushed else timeline.period
         step = format_duration(took, timeline.time_unit)
         word = "makespan" if flushed else "period"

@@ -192,10 +192,10 @@ class RankSetup:
             coordinates,
             self.communicators,
         )
-        calls = self.programs.calls
-        self.stream = None if calls is None else Stream(calls, coordinates.pp_rank, self._parts)
-        if calls is not None:  # A few stretches as long as the program, and the lists of a drain.
-            self.recorder.keep(3 * calls.program.num_microbatches // calls.per_call + plan.pp)
+        steps = self.programs.stream
+        self.stream = None if steps is None else Stream(steps, coordinates.pp_rank, self._parts)
+        if steps is not None:  # A few stretches as long as the program, and the lists of a drain.
+            self.recorder.keep(int(3 * steps.program.steps) + plan.pp)
         self.feedback = (
             ErrorFeedback(plan.error_feedback, self.updated_parameters)
             if plan.error_feedback

@@ -16,7 +16,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, Kind
 from strategies.ir.program import Program, recomputed_pairs
 from strategies.ir.versions import gradient_sums
-from strategies.lowering.stream import Calls
+from strategies.lowering.steps import StreamSteps
 from strategies.runtime.step.boundary_values import BoundaryValues
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.stage_compute import UnderWay
@@ -38,7 +38,7 @@ class Place:
         entered: Batches that had entered, that of this call included.
     """
 
-    calls: Calls
+    calls: StreamSteps
     fill: int
     number: int
     entered: int
@@ -49,7 +49,7 @@ class Place:
             assert item.version is not None
             version = item.version + self.calls.updates_before(self.number)
             return replace(item, version=version, after=())
-        newest = self.entered * self.calls.per_call - 1
+        newest = self.entered * self.calls.updates.per_step - 1
         microbatch = newest - (newest - item.microbatch) % self.calls.num_labels
         return replace(item, microbatch=microbatch, version=None, after=())
 
@@ -58,9 +58,9 @@ class Place:
 
         None where an update has gradients of batches on both sides of that beginning.
         """
-        calls, shift = self.calls, first * self.calls.per_call
+        calls, shift = self.calls, first * self.calls.updates.per_step
         before = calls.updates_before(first)
-        if calls.lateness.first_of(before) != shift:
+        if calls.updates.first(before) != shift:
             return None
 
         def moved(item: Instruction) -> Instruction:
@@ -81,7 +81,7 @@ class Stream:
         parts: Its ``gradients`` are those that backwards add to, which change within a call.
     """
 
-    def __init__(self, calls: Calls, rank: int, parts: RankParts) -> None:
+    def __init__(self, calls: StreamSteps, rank: int, parts: RankParts) -> None:
         self.under_way = UnderWay()
         self.unread: deque[Callable[[], Any]] = deque()  # what calls have said, oldest first
         self.waits = False  # whether a call is to wait for what it says itself
@@ -111,6 +111,7 @@ class Stream:
         # Asks for the verdict on complete sums, which are attached; None to wait at the update.
         self.ask: Callable[[RankGradients], None] | None = None
         self._complete: int | None = None  # the update that is to be asked for next
+        self._reduces = any(i.kind is Kind.REDUCE for row in calls.program.ranks for i in row)
         self.num_sums = gradient_sums(calls.program)[rank]
 
     # ---------------------------------------------------------------- calls
@@ -124,13 +125,16 @@ class Stream:
 
         ``behind`` as in ``enter``.
         """
-        calls = self._whole.behind(behind) if self.empty else self._calls
-        program = calls.call(self._count)
+        calls = self._whole.resuming(behind) if self.empty else self._calls
+        program = calls.step(self._count)
         return any(item.kind is Kind.STEP for row in program.ranks for item in row)
 
     def takes(self, signature: Any) -> bool:
         """Whether a batch can enter behind those that are under way: it looks like them."""
-        return len(signature) == self._calls.per_call and self._signature in (None, signature)
+        return len(signature) == self._calls.updates.per_step and self._signature in (
+            None,
+            signature,
+        )
 
     def enter(self, signature: Any, *, behind: int) -> Program:
         """The next batch enters; the list of that call.
@@ -140,11 +144,11 @@ class Stream:
         if self.empty:
             self.put_away()
             self._fill += 1
-            self._calls = self._whole.behind(behind)
+            self._calls = self._whole.resuming(behind)
             self._adding = 0 if behind else None
             if self._parts.versions is not None:
                 self._parts.versions.settle()  # Somebody may have put weights elsewhere.
-        program = self._calls.call(self._count)
+        program = self._calls.step(self._count)
         self._base = self._calls.updates_before(self._count)
         self._expect(program)
         self.place = Place(self._calls, self._fill, self._count, self._count + 1)
@@ -174,7 +178,7 @@ class Stream:
         update = self._calls.updates_before(self._count)
         first = update % len(self.sums)
         self.sums = self.sums[first:] + self.sums[:first]
-        begun = self._calls.lateness.first_of(update) < self._count * self._calls.per_call
+        begun = self._calls.updates.first(update) < self._count * self._calls.updates.per_step
         self.left = self.sums[0 if begun else -1]
         self._count = 0
         self._signature = self._values = self._adding = self._due = None
@@ -194,8 +198,8 @@ class Stream:
 
     def labels(self) -> range:
         """What the lists call the microbatches of the batch that has entered last."""
-        first = (self._count - 1) * self._calls.per_call % self._calls.num_labels
-        return range(first, first + self._calls.per_call)
+        first = (self._count - 1) * self._calls.updates.per_step % self._calls.num_labels
+        return range(first, first + self._calls.updates.per_step)
 
     def values(self, program: Program, parts: RankParts) -> BoundaryValues:
         if self._values is None:
@@ -256,12 +260,12 @@ class Stream:
         for part in item.parts:
             if part.microbatch is None or part.kind not in GRADIENT_KINDS:
                 continue
-            lateness, microbatch = self._calls.lateness, self._microbatch(part.microbatch)
-            update = lateness.update_of(microbatch)
-            if microbatch == lateness.first_of(update + 1) - 1:
+            updates, microbatch = self._calls.updates, self._microbatch(part.microbatch)
+            update = updates.of(microbatch)
+            if microbatch == updates.first(update + 1) - 1:
                 self._complete = update
                 self._of(update).start_shared()
-                if not any(self._calls.update.buckets):
+                if not self._reduces:
                     self._ask(update)
 
     def _ask(self, update: int) -> None:
@@ -308,9 +312,9 @@ class Stream:
         return self.sums[update % len(self.sums)]
 
     def _update_of(self, label: int) -> int:
-        return self._calls.lateness.update_of(self._microbatch(label))
+        return self._calls.updates.of(self._microbatch(label))
 
     def _microbatch(self, label: int) -> int:
         """Counted from an empty pipeline."""
-        newest = self._count * self._calls.per_call - 1
+        newest = self._count * self._calls.updates.per_step - 1
         return newest - (newest - label) % self._calls.num_labels

@@ -312,7 +312,7 @@ def _stretches(engine: Engine) -> dict[int, _Stamps]:
             items = map(place.counted, record.program.ranks[recorder.rank])
             stamps.update(zip(items, zip(*recorder.seconds(record), strict=True), strict=True))
     found = {}
-    for first in range(last.entered - whole.num_microbatches // last.calls.per_call + 1):
+    for first in range(last.entered - whole.num_microbatches // last.calls.updates.per_step + 1):
         window = last.window(whole, first)
         if window is not None and stamps.keys() >= set(own := window[recorder.rank]):
             start, end = (list(each) for each in zip(*map(stamps.__getitem__, own), strict=True))

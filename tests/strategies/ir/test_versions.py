@@ -3,7 +3,7 @@ import re
 import pytest
 
 from strategies.errors import ProgramError
-from strategies.ir.program import Program, chain, loop
+from strategies.ir.program import Program, Updates, chain, loop
 from strategies.ir.text import parse_rows
 from strategies.ir.verify import verify
 
@@ -19,9 +19,12 @@ GATHERED = """
 """.strip()
 
 
-def stashed(text, per_update=1):
+UPDATES = Updates(1, (1, 0))
+
+
+def stashed(text, updates=UPDATES):
     rows = parse_rows(text + "\n")
-    return Program("mine", loop(2, 1), 3, rows, chain(2), per_update=per_update)
+    return Program("mine", loop(2, 1), 3, rows, chain(2), updates=updates)
 
 
 def test_every_microbatch_may_have_an_update_of_its_own():
@@ -80,7 +83,7 @@ def test_the_error_knows_its_place():
 
 def test_a_program_with_one_update_names_no_version():
     with pytest.raises(ProgramError, match=r"0F1#0 on rank 0 names version 0 .* one update"):
-        verify(stashed("0F0 0F1#0 0F2 0B0 0B1#0 0B2\n1F0 1F1 1F2 1B0 1B1 1B2", per_update=None))
+        verify(stashed("0F0 0F1#0 0F2 0B0 0B1#0 0B2\n1F0 1F1 1F2 1B0 1B1 1B2", updates=None))
 
 
 def test_with_several_updates_each_instruction_names_its_version():

@@ -9,7 +9,7 @@ from strategies.ir import Kind, Program, verify
 from strategies.ir.program import Boundary, bidirectional, loop, v
 from strategies.ir.text import format_instruction, parse_instruction
 from strategies.lowering.send_recv import add_messages, localize_edges, release_points
-from strategies.passes.updates import accumulate_only, add_grad_reduce, add_steps, forward_only
+from strategies.passes.updates import accumulate_only, add_updates, forward_only
 from tests.strategies.programs import lines, plans, texts, written
 
 
@@ -133,7 +133,7 @@ def test_forwards_alone_send_no_gradients():
 
 def test_updates_keep_their_places():
     program = written("0F0 0B0\n1F0 1B0", num_microbatches=1)
-    train = add_steps(add_grad_reduce(program, (1, 2), overlap=True))
+    train = add_updates(program, (1, 2))
     assert texts(verify(add_messages(verify(train)))) == lines(
         """
         0F0 0SEND_F0>1 0RECV_B0<1 0B0 0REDUCE0 0STEP
@@ -153,7 +153,7 @@ def test_every_instruction_keeps_its_place_among_the_others(plan):
     stages = compute.placement.num_stages
     buckets = (plan.buckets,) * stages if isinstance(plan.buckets, int) else plan.buckets
     overlap = plan.overlap == "grad_reduce"
-    train = add_steps(add_grad_reduce(compute, buckets, overlap=overlap))
+    train = add_updates(compute, buckets, overlapped=overlap)
     for program in (train, accumulate_only(train), forward_only(train)):
         result = add_messages(program)
         assert result.compute_rows() == program.ranks

@@ -15,7 +15,7 @@ from strategies.errors import PlanError
 from strategies.ir.program import Program
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
-from strategies.passes.updates import add_steps
+from strategies.passes.updates import add_updates
 from strategies.plan import Plan
 from tests.strategies.programs import lines
 
@@ -49,7 +49,7 @@ def compiled(
             buckets=0,
             costs=costs,
         )
-    return verify(add_messages(add_steps(compile_compute(plan))))
+    return verify(add_messages(add_updates(compile_compute(plan))))
 
 
 def figures(

@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -110,20 +111,20 @@ def test_several_batches_may_make_an_update():
 
 
 def test_a_call_lets_a_batch_in_and_applies_the_update_of_the_one_before():
-    calls = compile_plan(Plan("pipedream_2bw", 2, 2)).calls
-    assert format_rows(calls.call(0).ranks).splitlines() == lines(
+    calls = compile_plan(Plan("pipedream_2bw", 2, 2)).stream
+    assert format_rows(calls.step(0).ranks).splitlines() == lines(
         """
         0F0 0SEND_F0>1 0F1 0RECV_B0<1 0SEND_F1>1 0B0
         1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1REDUCE0#1
         """
     )
-    assert format_rows(calls.call(1).ranks).splitlines() == lines(
+    assert format_rows(calls.step(1).ranks).splitlines() == lines(
         """
         0F2 0RECV_B1<1 0SEND_F2>1 0B1 0REDUCE0#0 0F3 0RECV_B2<1 0SEND_F3>1 0B2 0STEP#0
         1RECV_F2<0 1F2 1B2 1SEND_B2>0 1RECV_F3<0 1F3 1B3 1SEND_B3>0 1REDUCE0#1 1STEP#0
         """
     )
-    assert calls.call(1) is calls.call(3)
+    assert calls.step(1) is calls.step(3)
     (end,) = calls.drain(2)
     assert format_rows(end.ranks) == "0RECV_B3<1 0B3 0REDUCE0#0 0STEP#0\n1STEP#0\n"
 
@@ -147,9 +148,9 @@ def test_a_call_lets_a_batch_in_and_applies_the_update_of_the_one_before():
 def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatches, accumulation):
     """Each rank's lists, put together, run every forward, backward and update once, in order."""
     plan = Plan(name, pp, microbatches, accumulation=accumulation, overlap="zero1")
-    calls = compile_plan(plan).calls
+    calls = compile_plan(plan).stream
     for batches in (1, 2, 5, 8):
-        programs = [calls.call(n) for n in range(batches)] + list(calls.drain(batches))
+        programs = [calls.step(n) for n in range(batches)] + list(calls.drain(batches))
         for rank in range(pp):
             row = [item for program in programs for item in program.ranks[rank]]
             for kind in (Kind.F, Kind.B):
@@ -157,11 +158,26 @@ def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatch
                 count = range(batches * microbatches)
                 assert found == [number % calls.num_labels for number in count]
             steps = sum(item.kind is Kind.STEP for item in row)
-            assert steps == -(-batches * microbatches // calls.lateness.per_update)
+            assert steps == -(-batches * microbatches // calls.updates.size)
             # No forward reads what the last updates make.
             read = {item.version for item in calls.program.ranks[rank] if item.kind is Kind.F}
             gathers = sum(i.kind is Kind.GATHER for i in calls.program.ranks[rank])
             assert gathers == len(read) - 1
+
+
+@pytest.mark.parametrize("skips", [(), ((0, 2), (0, 3))])
+def test_steps_and_a_drain_have_both_ends_of_every_message(skips):
+    """Also of values that go past a stage: a step has no message of a batch that has not come."""
+    steps = compile_plan(Plan("pipedream_2bw", 4, 4, skips=skips)).stream
+    for batches in (1, 2, 5):
+        programs = [*map(steps.step, range(batches)), *steps.drain(batches)]
+        ends = {Kind.SEND: Counter(), Kind.RECV: Counter()}
+        for item in (item for each in programs for row in each.ranks for item in row):
+            if item.kind in ends:
+                stages = frozenset((item.stage, item.peer))
+                ends[item.kind][item.payload, stages, item.microbatch] += 1
+        assert ends[Kind.SEND] == ends[Kind.RECV]
+        assert ends[Kind.SEND].total() == 2 * (3 + len(skips)) * 4 * batches
 
 
 @pytest.mark.parametrize(

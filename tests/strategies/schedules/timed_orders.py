@@ -15,7 +15,7 @@ from strategies.costs.table import CostTable
 from strategies.ir.program import Placement, Program, chain
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
-from strategies.passes.updates import add_steps
+from strategies.passes.updates import add_updates
 from strategies.plan import Plan
 from strategies.schedules import SCHEDULES
 from strategies.schedules.schedule import Durations, Rows
@@ -108,7 +108,7 @@ def timed(
 ) -> TimedOrder:
     """Compiles and simulates an order, verified after each step."""
     compute = Program("timed", placement, num_microbatches, rows, chain(placement.num_stages))
-    program = verify(add_messages(verify(add_steps(verify(compute)))))
+    program = verify(add_messages(verify(add_updates(verify(compute)))))
     costs = GivenCosts(durations)
     timeline = simulate(program, costs)
     return TimedOrder(program, timeline, measure(timeline, costs))

@@ -59,8 +59,8 @@ def test_without_a_flush_as_many_are_kept_in_every_period_as_a_cap_allows(
         again = recomputed_pairs(programs.train)
         for rank, row in enumerate(programs.train.ranks):
             assert full_at_most(row, again) == min(cap, 4 - rank)
-        calls = programs.calls
-        rounds = [calls.call(calls.steady_from + n).ranks for n in range(calls.cycle)]
+        calls = programs.stream
+        rounds = [calls.step(calls.first_steady + n).ranks for n in range(calls.cycle)]
         run = [sum(i.kind is Kind.R for round_ in rounds for i in round_[rank]) for rank in (0, 1)]
         period = sum(i.kind is Kind.F for round_ in rounds for i in round_[0])
         assert period == length

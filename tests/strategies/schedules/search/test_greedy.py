@@ -6,7 +6,7 @@ from strategies.ir.kinds import Kind
 from strategies.ir.program import Placement, Program, bidirectional, chain, loop, v
 from strategies.ir.verify import verify
 from strategies.lowering.send_recv import add_messages
-from strategies.passes.updates import add_steps
+from strategies.passes.updates import add_updates
 from strategies.schedules.schedule import Durations
 from strategies.schedules.search.best_order import NEVER, equal_durations
 from strategies.schedules.search.greedy import Policy, Priorities, generate
@@ -72,7 +72,7 @@ def test_whatever_the_guide_asks_for_nothing_deadlocks_and_no_rank_holds_more_th
     )
     rows = generate(placement, microbatches, durations, caps=caps, policy=policy)
     compute = Program("greedy", placement, microbatches, rows, chain(placement.num_stages))
-    program = verify(add_messages(verify(add_steps(verify(compute)))))
+    program = verify(add_messages(verify(add_updates(verify(compute)))))
     assert all(held <= cap for held, cap in zip(most_held(compute), caps, strict=True))
     assert program.lowered
     assert rows == generate(placement, microbatches, durations, caps=caps, policy=policy)
