@@ -28,8 +28,7 @@ def build_dependencies(program: Program) -> Graph:
 
 
 # What it is, its stage, its microbatch or update, and what else tells it from others: of an
-# ACTIVATION or GRADIENT the stage that holds it, of what a pair keeps the version of its weights,
-# of an update its rank and bucket.
+# ACTIVATION or GRADIENT the stage that holds it, of an update its rank and bucket.
 _Key = tuple[Any, ...]
 
 _USES = {kind: facts.uses for kind, facts in KINDS.items()}
@@ -81,7 +80,7 @@ class _Values:
                 keys.append((value, stage, number, stage))
             elif value in _KEPT:
                 checkpointed = kind is Kind.F and (stage, number) in self._recomputed
-                keys.append((Value.INPUT if checkpointed else value, stage, number, item.version))
+                keys.append((Value.INPUT if checkpointed else value, stage, number))
             elif number is not None:
                 keys.append((value, stage, number))
             else:
@@ -98,7 +97,7 @@ class _Values:
         elif kind in EXCHANGE_KINDS:
             # What the computation around it makes.
             value = PAYLOADS.get(item.payload, Value.GRAPH)
-            yield value, stage, number, stage if value in _TRAVELS else item.version
+            yield (value, stage, number, stage) if value in _TRAVELS else (value, stage, number)
         for value in self._used[kind]:
             if value in _TRAVELS and number is not None:
                 neighbours = self._sources if value is Value.ACTIVATION else self._targets
@@ -109,7 +108,7 @@ class _Values:
                 for each in range(self._program.num_microbatches):
                     yield value, stage, each, stage
             elif value in _KEPT:
-                yield value, stage, number, item.version
+                yield value, stage, number
             elif value is Value.SHARE:
                 yield from self._shares(item, rank)
             elif value is Value.SUM:
@@ -229,13 +228,6 @@ class _Values:
         if "_" in name and part.kind in MESSAGE_KINDS:
             text = f"{part} has no matching {name}: the message never ends."
             return self._broken(node, text, f"Write {name}, or remove {part}.")
-        read = next((other[3] for other in self._made if other[:3] == key[:3] and key[3:]), None)
-        if key[0] in _KEPT and read is not None:
-            return self._broken(
-                node, f"{part} reads version {part.version} of the weights, but its forward has "
-                f"read version {read}: the gradient would be that of no weights at all.",
-                "Give both the same version.",
-            )  # fmt: skip
         return self._broken(
             node, f"{part} needs {name}, which no rank runs.", f"Write {name} before it."
         )

@@ -37,9 +37,9 @@ def verify(program: Program) -> Program:
     6. Every microbatch goes through every stage, in training with one whole backward; where weights
        are updated, each owner of a stage makes each update.
     7. Where there is one update, a rank's list ends with its STEPs; where there are several, they
-       come in turn, and a forward reads the newest. Owners of a stage reduce and gather the same
-       buckets in the same order, and exchanges stand behind the computation that they are inside
-       of.
+       come in turn, and a forward reads the newest, which is as late as the program's updates
+       say. Owners of a stage reduce and gather the same buckets in the same order, and exchanges
+       stand behind the computation that they are inside of.
     8. The lists end: no deadlock under rendezvous semantics.
 
     Raises:
@@ -187,23 +187,31 @@ def _fuses(item: Instruction) -> bool:
 
 def _check_updates(program: Program) -> None:
     """Which weights a list reads and makes, and that it makes all it has to."""
-    several = program.updates is not None
+    updates = program.updates
     steps: set[tuple[int, int, int | None]] = set()
     for rank, row in enumerate(program.ranks):
         newest: dict[int, int] = {}
         for place, item in enumerate(row):
             kind, last = item.kind, newest.get(item.stage, 0)
             if kind is Kind.STEP:
-                if several and item.version != last + 1:
+                if updates and item.version != last + 1:
                     text = f"{item} makes version {item.version} of weights whose newest is {last}"
                     fix = "Updates are applied in turn."
                     raise _broken(program, rank, place, f"{text}.", fix)
                 newest[item.stage] = last + 1
                 steps.add((rank, item.stage, item.version))
-            elif several and kind in (Kind.F, Kind.GATHER) and item.version != last:
+            elif updates and kind in (Kind.F, Kind.GATHER) and item.version != last:
                 text = f"{item} uses version {item.version} of the weights, but the newest that "
                 raise _broken(program, rank, place, f"{text}the rank has made is {last}.")
-            elif newest and not several:
+            elif updates and item.microbatch is not None and kind not in MESSAGE_KINDS:
+                read = updates.version_read(item.stage, item.microbatch)
+                if item.version != read:
+                    text = (
+                        f"{item} reads version {item.version} of the weights, but its microbatch "
+                    )
+                    fix = f"Write {replace(item, version=read)}."
+                    raise _broken(program, rank, place, f"{text}has read version {read}.", fix)
+            elif newest and not updates:
                 text = f"{item} on rank {rank} stands behind a STEP, with which a rank's list ends."
                 raise _broken(program, rank, place, text)
     if not steps and not (program.lowered and program.role == "train"):

@@ -36,14 +36,10 @@ def gradient_sums(program: Program) -> tuple[int, ...]:
 
 def staleness(program: Program) -> tuple[int, ...]:
     """Per stage, by how many updates a gradient is late at most."""
-    late = [0] * program.placement.num_stages
-    for row in program.ranks:
-        for item in row:
-            for part in item.parts:
-                made = None if part.microbatch is None else program.version_made(part.microbatch)
-                if part.kind is Kind.F and part.version is not None and made is not None:
-                    late[part.stage] = max(late[part.stage], made - 1 - part.version)
-    return tuple(late)
+    if program.updates is None:
+        return (0,) * program.placement.num_stages
+    most = program.updates.of(program.num_microbatches - 1)
+    return tuple(min(delay, most) for delay in program.updates.delay)
 
 
 def _alive(row: Sequence[Instruction]) -> Iterator[int]:

@@ -19,7 +19,7 @@ GATHERED = """
 """.strip()
 
 
-UPDATES = Updates(1, (1, 0))
+UPDATES, AT_ONCE = Updates(1, (1, 0)), Updates(1, (0, 0))
 
 
 def stashed(text, updates=UPDATES):
@@ -64,15 +64,22 @@ def test_a_wrong_version_is_refused_with_its_place(old, new, message):
     ],
 )
 def test_shares_are_gathered_before_they_are_read(old, new, message):
-    assert verify(stashed(GATHERED))
+    assert verify(stashed(GATHERED, AT_ONCE))
     with pytest.raises(ProgramError, match=message):
-        verify(stashed(GATHERED.replace(old, new)))
+        verify(stashed(GATHERED.replace(old, new), AT_ONCE))
 
 
 def test_of_a_stage_all_versions_are_gathered_or_none():
-    assert verify(stashed(re.sub(r" 1GATHER#\d", "", GATHERED)))
+    assert verify(stashed(re.sub(r" 1GATHER#\d", "", GATHERED), AT_ONCE))
     with pytest.raises(ProgramError, match="0F2#2 needs 0GATHER#2, which no rank runs"):
-        verify(stashed(GATHERED.replace(" 0GATHER#2", "")))
+        verify(stashed(GATHERED.replace(" 0GATHER#2", ""), AT_ONCE))
+
+
+def test_an_update_earlier_or_later_than_its_delay_is_refused():
+    late = Updates(1, (2, 0))
+    with pytest.raises(ProgramError, match=r"0F2#1 reads version 1 .* 0\. Write 0F2#0\.") as error:
+        verify(stashed(SOUND, updates=late))
+    assert error.value.place == (0, 4)
 
 
 def test_the_error_knows_its_place():
