@@ -143,7 +143,7 @@ def compile_compute(plan: Plan) -> Program:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    return _compute(plan, _updates(plan))
+    return _compute(plan)
 
 
 def _updates(plan: Plan) -> Updates | None:
@@ -154,9 +154,12 @@ def _updates(plan: Plan) -> Updates | None:
     return replace(updates(resolve_shape(plan)), feeds_back=plan.error_feedback > 0)
 
 
-def _compute(plan: Plan, updates: Updates | None, stream: int | None = None) -> Program:
+def _compute(plan: Plan, stream: int | None = None) -> Program:
     """As ``compile_compute``; of a ``stream``, so many microbatches without a flush."""
     compute, durations = _ordered(plan, stream)
+    updates = _updates(plan)
+    if stream is not None:
+        compute = replace(compute, updates=updates)
     _check_compute_only(compute)
     verify(compute)
     if plan.split_backward:
@@ -167,9 +170,7 @@ def _compute(plan: Plan, updates: Updates | None, stream: int | None = None) -> 
             plan.recompute,
             plan.costs,
             memory_bytes=plan.memory_bytes,
-            held=lambda program: _held(
-                program if stream is None else replace(program, updates=updates), plan
-            ),
+            held=lambda program: _held(program, plan),
             reorder=plan.file is None,
             period=None if updates is None else label_period(updates),
         )
@@ -356,15 +357,15 @@ def _streamed(plan: Plan) -> Programs:
     assert updates is not None
     batch = verify(_train(compile_compute(plan), plan))
     count = num_batches(updates, gathers=gathers) * updates.per_step
-    compute = _compute(plan, updates, count)
-    over = partial(_stream, plan, compute, updates)
+    over = partial(_stream, plan, _compute(plan, count))
     steps = StreamSteps(verify(over(count)), first_steady(updates, gathers=gathers), over)
     return Programs(steps.program, None, batch, plan, steps)
 
 
-def _stream(plan: Plan, compute: Program, updates: Updates, count: int, begun: int = 0) -> Program:
+def _stream(plan: Plan, compute: Program, count: int, begun: int = 0) -> Program:
     """Lowered, over so many microbatches, of which the first update has so many others already."""
-    updates = replace(updates, begun=begun)
+    assert compute.updates is not None
+    updates = replace(compute.updates, begun=begun)
     compute = replace(first_microbatches(compute, count), updates=updates)
     return _lower(_train(compute, plan), plan.costs)
 

@@ -62,11 +62,12 @@ def check_rules(program: Program) -> None:
             "ranks.",
             fix="Write one row per rank.",
         )
+    several = _has_versions(program)
     for rank, row in enumerate(program.ranks):
         for place, item in enumerate(row):
             try:
                 _check_fields(rank, item)
-                _check_place(program, rank, item)
+                _check_place(program, rank, item, versions=several)
             except ProgramError as error:
                 raise _broken(program, rank, place, error.reason, error.fix) from None
     _ = program.dependencies
@@ -131,7 +132,13 @@ def _check_fields(rank: int, item: Instruction) -> None:
         )
 
 
-def _check_place(program: Program, rank: int, item: Instruction) -> None:
+def _has_versions(program: Program) -> bool:
+    """Whether it has several updates, and they have been added."""
+    items = (item for row in program.ranks for item in row)
+    return program.updates is not None and any(item.version is not None for item in items)
+
+
+def _check_place(program: Program, rank: int, item: Instruction, *, versions: bool) -> None:
     """Numbers that exist, on their rank, in a program that has such instructions."""
     placement, count = program.placement, program.num_microbatches
     num_stages = placement.num_stages
@@ -157,13 +164,12 @@ def _check_place(program: Program, rank: int, item: Instruction) -> None:
             raise ProgramError(
                 f"{part} on rank {rank} in a program that is to {program.role} only."
             )
-    several = program.updates is not None
-    if (item.version is not None) is not (several and item.kind not in MESSAGE_KINDS):
+    if (item.version is not None) is not (versions and item.kind not in MESSAGE_KINDS):
         named = "no version" if item.version is None else f"version {item.version}"
-        updates = "several updates" if several else "one update"
+        updates = "several updates" if versions else "one update"
         raise ProgramError(
             f"{item} on rank {rank} names {named} of the weights in a program with {updates}.",
-            fix="" if several else "Leave it out, or set schedule=pipedream_2bw or "
+            fix="" if versions else "Leave it out, or set schedule=pipedream_2bw or "
             "schedule=pipedream, whose microbatches read several versions of the weights.",
         )  # fmt: skip
     if item.kind in UPDATE_KINDS and not program.microbatches_of(item.version):
@@ -187,7 +193,7 @@ def _fuses(item: Instruction) -> bool:
 
 def _check_updates(program: Program) -> None:
     """Which weights a list reads and makes, and that it makes all it has to."""
-    updates = program.updates
+    updates = program.updates if _has_versions(program) else None
     steps: set[tuple[int, int, int | None]] = set()
     for rank, row in enumerate(program.ranks):
         newest: dict[int, int] = {}

@@ -107,7 +107,8 @@ def end_times(program: Program, table: CostTable | None) -> list[float]:
 def _even_times(program: Program) -> list[float]:
     """Ends that move with the microbatch, so that the lists of all steps of a stream repeat.
 
-    F of microbatch g on stage s is at 2g + s, its B at 2g + 2P - 1 - s: 1F1B without a flush.
+    F of microbatch g on stage s is at 2g + s, its B at 2g + 2P - 1 - s: 1F1B without a flush. What
+    else there is follows its list neighbour.
 
     Raises:
         ProgramError: A rank has another order.
@@ -117,9 +118,10 @@ def _even_times(program: Program) -> list[float]:
         time = 0
         for item in row:
             before = time
-            if item.microbatch is not None:
-                offset = item.stage if item.kind is Kind.F else depth - item.stage
-                time = 2 * item.microbatch + offset
+            if item.kind is Kind.F:
+                time = 2 * (item.microbatch or 0) + item.stage
+            elif item.kind in BACKWARD_KINDS or item.kind is Kind.R:
+                time = 2 * (item.microbatch or 0) + depth - item.stage
             if time < before:
                 raise ProgramError(
                     f"{program.schedule}: rank {rank} does not run in the order of 1F1B, F of "

@@ -82,6 +82,11 @@ def test_an_update_earlier_or_later_than_its_delay_is_refused():
     assert error.value.place == (0, 4)
 
 
+def test_before_its_updates_are_added_a_stream_names_no_version():
+    bare = re.sub(r" \dSTEP#\d|#\d", "", SOUND)
+    assert verify(stashed(bare))
+
+
 def test_the_error_knows_its_place():
     with pytest.raises(ProgramError) as error:
         verify(stashed(SOUND.replace("0B1#0", "0B1#1")))
