@@ -35,7 +35,6 @@ from strategies.runtime.engine.last_batches import DIVIDE, check_ends
 from strategies.runtime.engine.rank_weights import RankWeights
 from strategies.runtime.messages.exchange import Exchange
 from strategies.runtime.messages.fingerprint import compare, shared_print
-from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.microbatch import (
     Microbatch,
     count_rows,
@@ -46,6 +45,7 @@ from strategies.runtime.step.microbatch import (
 )
 from strategies.runtime.step.recorder import RankStep, StepRecord, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
+from strategies.runtime.step.stream_state import Stream
 from strategies.runtime.step.whole_batch import Whole
 from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
 

@@ -33,13 +33,13 @@ from strategies.runtime.messages.mailbox import Mailbox
 from strategies.runtime.messages.mesh import Communicators, Coordinates
 from strategies.runtime.messages.transport_choice import chosen_transport
 from strategies.runtime.step.activation_bytes import MemoryUse
-from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.executor import Executor
 from strategies.runtime.step.pulse import Pulse
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import Recorder, StepStats
 from strategies.runtime.step.step_mirror import StepMirror
+from strategies.runtime.step.stream_state import Stream
 from strategies.runtime.step.whole_batch import WholeBatch
 from strategies.runtime.step.whole_draws import WholeDraws
 from strategies.runtime.update.flush import Flush

@@ -31,7 +31,6 @@ from strategies.ir.program import Program
 from strategies.lowering.send_recv import release_points
 from strategies.models.nested import tensors as tensors_in
 from strategies.runtime.step.boundary_values import BoundaryValues
-from strategies.runtime.step.calls_state import Stream
 from strategies.runtime.step.microbatch import Microbatch
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.stage_compute import (
@@ -40,6 +39,7 @@ from strategies.runtime.step.stage_compute import (
     StepResult,
     UnderWay,
 )
+from strategies.runtime.step.stream_state import Stream
 
 _RECEIVE_AHEAD = 4
 

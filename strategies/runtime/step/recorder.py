@@ -28,7 +28,7 @@ from strategies.runtime.messages.exchange import Exchange
 if TYPE_CHECKING:
     from strategies.ir.instruction import Instruction
     from strategies.runtime.engine.rank_engine import Engine
-    from strategies.runtime.step.calls_state import Place
+    from strategies.runtime.step.stream_state import Place
 
 _KEPT_STEPS = 32
 
@@ -312,7 +312,7 @@ def _stretches(engine: Engine) -> dict[int, _Stamps]:
             items = map(place.counted, record.program.ranks[recorder.rank])
             stamps.update(zip(items, zip(*recorder.seconds(record), strict=True), strict=True))
     found = {}
-    for first in range(last.entered - whole.num_microbatches // last.calls.updates.per_step + 1):
+    for first in range(last.entered - whole.num_microbatches // last.steps.updates.per_step + 1):
         window = last.window(whole, first)
         if window is not None and stamps.keys() >= set(own := window[recorder.rank]):
             start, end = (list(each) for each in zip(*map(stamps.__getitem__, own), strict=True))

@@ -1,6 +1,6 @@
-"""The state of a rank between two calls of a training loop without a flush.
+"""The state of a rank between two steps of a training loop without a flush.
 
-Which call this is and which list it runs; the microbatches that are under way; and the sums of
+Which step this is and which list it runs; the microbatches that are under way; and the sums of
 gradients of updates that are not applied yet, each in buffers of its own, so that one is reduced
 over the replicas while the backwards of the next batch add to another.
 """
@@ -32,13 +32,13 @@ class Place:
     """Where in a stream a list runs.
 
     Attributes:
-        calls: What each call runs.
+        steps: What each step runs.
         fill: How often the pipeline had been empty when the stream began.
-        number: The call's, counted from there; of a drain, that of the call which does not come.
-        entered: Batches that had entered, that of this call included.
+        number: The step's, counted from there; of a drain, that of the step which does not come.
+        entered: Batches that had entered, that of this step included.
     """
 
-    calls: StreamSteps
+    steps: StreamSteps
     fill: int
     number: int
     entered: int
@@ -47,10 +47,10 @@ class Place:
         """With its microbatch, or its version, counted from where the stream began."""
         if item.microbatch is None:
             assert item.version is not None
-            version = item.version + self.calls.updates_before(self.number)
+            version = item.version + self.steps.updates_before(self.number)
             return replace(item, version=version, after=())
-        newest = self.entered * self.calls.updates.per_step - 1
-        microbatch = newest - (newest - item.microbatch) % self.calls.num_labels
+        newest = self.entered * self.steps.updates.per_step - 1
+        microbatch = newest - (newest - item.microbatch) % self.steps.num_labels
         return replace(item, microbatch=microbatch, version=None, after=())
 
     def window(self, whole: Program, first: int) -> list[list[Instruction]] | None:
@@ -58,9 +58,9 @@ class Place:
 
         None where an update has gradients of batches on both sides of that beginning.
         """
-        calls, shift = self.calls, first * self.calls.updates.per_step
-        before = calls.updates_before(first)
-        if calls.updates.first(before) != shift:
+        steps, shift = self.steps, first * self.steps.updates.per_step
+        before = steps.updates_before(first)
+        if steps.updates.first(before) != shift:
             return None
 
         def moved(item: Instruction) -> Instruction:
@@ -76,82 +76,82 @@ class Stream:
     """One rank's side of a stream of batches.
 
     Args:
-        calls: What each call runs.
+        steps: What each step runs.
         rank: The pipeline rank.
-        parts: Its ``gradients`` are those that backwards add to, which change within a call.
+        parts: Its ``gradients`` are those that backwards add to, which change within a step.
     """
 
-    def __init__(self, calls: StreamSteps, rank: int, parts: RankParts) -> None:
+    def __init__(self, steps: StreamSteps, rank: int, parts: RankParts) -> None:
         self.under_way = UnderWay()
-        self.unread: deque[Callable[[], Any]] = deque()  # what calls have said, oldest first
-        self.waits = False  # whether a call is to wait for what it says itself
+        self.unread: deque[Callable[[], Any]] = deque()  # what steps have said, oldest first
+        self.waits = False  # whether a step is to wait for what it says itself
         self.asked_to_stop = False  # whether this process has been asked to end
-        self.stops = False  # whether any has, as all have heard in the same call
+        self.stops = False  # whether any has, as all have heard in the same step
         # After a drain, what people's hooks find where gradients are: those of the last update, or
         # of one that lacks some of its batches.
         self.left: RankGradients | None = None
-        self._whole = calls  # where updates begin with the first batch
-        self._calls = calls
+        self._whole = steps  # where updates begin with the first batch
+        self._steps = steps
         self._rank = rank
         self._parts = parts
         self._count = 0  # of batches that have entered since the pipeline was empty
         self._fill = 0  # how often it has been
-        self.place = Place(calls, 0, 0, 0)  # of the list that runs
+        self.place = Place(steps, 0, 0, 0)  # of the list that runs
         self._signature: Any = None  # of their microbatches
         self._values: BoundaryValues | None = None
         self.sums: list[RankGradients] = []  # buffers, one set per update under way
         self._adding: int | None = None  # the update that backwards add to
         self._due: int | None = None  # the update that is to be applied
         self._base = 0  # the update that versions in the list that runs are counted from
-        # (stage, label) that keep their input only: their R may stand in the list of a later call.
+        # (stage, label) that keep their input only: their R may stand in the list of a later step.
         self.recomputed: frozenset[tuple[int, int | None]] = frozenset(
-            (stage, microbatch % calls.num_labels)
-            for stage, microbatch in recomputed_pairs(calls.program)
+            (stage, microbatch % steps.num_labels)
+            for stage, microbatch in recomputed_pairs(steps.program)
         )
         # Asks for the verdict on complete sums, which are attached; None to wait at the update.
         self.ask: Callable[[RankGradients], None] | None = None
         self._complete: int | None = None  # the update that is to be asked for next
-        self._reduces = any(i.kind is Kind.REDUCE for row in calls.program.ranks for i in row)
-        self.num_sums = gradient_sums(calls.program)[rank]
+        self._reduces = any(i.kind is Kind.REDUCE for row in steps.program.ranks for i in row)
+        self.num_sums = gradient_sums(steps.program)[rank]
 
-    # ---------------------------------------------------------------- calls
+    # ---------------------------------------------------------------- steps
 
     @property
     def empty(self) -> bool:
         return self._count == 0
 
     def updates_next(self, *, behind: int) -> bool:
-        """Whether any rank has an update to apply at the end of the next call.
+        """Whether any rank has an update to apply at the end of the next step.
 
         ``behind`` as in ``enter``.
         """
-        calls = self._whole.resuming(behind) if self.empty else self._calls
-        program = calls.step(self._count)
+        steps = self._whole.resuming(behind) if self.empty else self._steps
+        program = steps.step(self._count)
         return any(item.kind is Kind.STEP for row in program.ranks for item in row)
 
     def takes(self, signature: Any) -> bool:
         """Whether a batch can enter behind those that are under way: it looks like them."""
-        return len(signature) == self._calls.updates.per_step and self._signature in (
+        return len(signature) == self._steps.updates.per_step and self._signature in (
             None,
             signature,
         )
 
     def enter(self, signature: Any, *, behind: int) -> Program:
-        """The next batch enters; the list of that call.
+        """The next batch enters; the list of that step.
 
         ``behind``: how many batches its update has already; counts where the pipeline is empty.
         """
         if self.empty:
             self.put_away()
             self._fill += 1
-            self._calls = self._whole.resuming(behind)
+            self._steps = self._whole.resuming(behind)
             self._adding = 0 if behind else None
             if self._parts.versions is not None:
                 self._parts.versions.settle()  # Somebody may have put weights elsewhere.
-        program = self._calls.step(self._count)
-        self._base = self._calls.updates_before(self._count)
+        program = self._steps.step(self._count)
+        self._base = self._steps.updates_before(self._count)
         self._expect(program)
-        self.place = Place(self._calls, self._fill, self._count, self._count + 1)
+        self.place = Place(self._steps, self._fill, self._count, self._count + 1)
         self._count += 1
         self._signature = signature
         return program
@@ -161,11 +161,11 @@ class Stream:
 
         One that ``closes`` applies what there is of an update that takes more batches.
         """
-        return self._calls.drain(self._count, closes=closes)
+        return self._steps.drain(self._count, closes=closes)
 
     def begin_drain(self, program: Program) -> None:
-        self._base = self._calls.updates_before(self._count)
-        self.place = Place(self._calls, self._fill, self._count, self._count)
+        self._base = self._steps.updates_before(self._count)
+        self.place = Place(self._steps, self._fill, self._count, self._count)
         self._expect(program)
 
     def _expect(self, program: Program) -> None:
@@ -175,10 +175,10 @@ class Stream:
     def drained(self) -> None:
         """Nothing is under way any more; an update that takes more batches has its first sums."""
         assert not self.under_way.graphs and not self.unread
-        update = self._calls.updates_before(self._count)
+        update = self._steps.updates_before(self._count)
         first = update % len(self.sums)
         self.sums = self.sums[first:] + self.sums[:first]
-        begun = self._calls.updates.first(update) < self._count * self._calls.updates.per_step
+        begun = self._steps.updates.first(update) < self._count * self._steps.updates.per_step
         self.left = self.sums[0 if begun else -1]
         self._count = 0
         self._signature = self._values = self._adding = self._due = None
@@ -198,8 +198,8 @@ class Stream:
 
     def labels(self) -> range:
         """What the lists call the microbatches of the batch that has entered last."""
-        first = (self._count - 1) * self._calls.updates.per_step % self._calls.num_labels
-        return range(first, first + self._calls.updates.per_step)
+        first = (self._count - 1) * self._steps.updates.per_step % self._steps.num_labels
+        return range(first, first + self._steps.updates.per_step)
 
     def values(self, program: Program, parts: RankParts) -> BoundaryValues:
         if self._values is None:
@@ -219,7 +219,7 @@ class Stream:
             gradients.detach()
 
     def continue_sum(self) -> None:
-        """Puts gradients where the backwards of a call add to them."""
+        """Puts gradients where the backwards of a step add to them."""
         if self._adding is not None:
             self._of(self._adding).add_hooks()
             self._of(self._adding).attach(zero=False)
@@ -236,7 +236,7 @@ class Stream:
             if part.microbatch is None or part.kind in (Kind.SEND, Kind.RECV):
                 continue
             # The loss of a forward marks the sums that its backward adds to.
-            last = part.kind is Kind.F and part.stage == len(self._calls.program.ranks) - 1
+            last = part.kind is Kind.F and part.stage == len(self._steps.program.ranks) - 1
             if part.kind in GRADIENT_KINDS or last:
                 update = self._update_of(part.microbatch)
                 if update != self._adding:
@@ -260,7 +260,7 @@ class Stream:
         for part in item.parts:
             if part.microbatch is None or part.kind not in GRADIENT_KINDS:
                 continue
-            updates, microbatch = self._calls.updates, self._microbatch(part.microbatch)
+            updates, microbatch = self._steps.updates, self._microbatch(part.microbatch)
             update = updates.of(microbatch)
             if microbatch == updates.first(update + 1) - 1:
                 self._complete = update
@@ -296,7 +296,7 @@ class Stream:
     @property
     def newest_update(self) -> int:
         """The first update that the batch makes which has entered last."""
-        return self._calls.updates_before(self._count - 1)
+        return self._steps.updates_before(self._count - 1)
 
     @property
     def due(self) -> RankGradients | None:
@@ -312,9 +312,9 @@ class Stream:
         return self.sums[update % len(self.sums)]
 
     def _update_of(self, label: int) -> int:
-        return self._calls.updates.of(self._microbatch(label))
+        return self._steps.updates.of(self._microbatch(label))
 
     def _microbatch(self, label: int) -> int:
         """Counted from an empty pipeline."""
-        newest = self._count * self._calls.updates.per_step - 1
-        return newest - (newest - label) % self._calls.num_labels
+        newest = self._count * self._steps.updates.per_step - 1
+        return newest - (newest - label) % self._steps.num_labels
