@@ -120,6 +120,11 @@ _OF_PLANS: tuple[Rule, ...] = (
      "loss_over=batch with schedule={r.schedule.name}: one loss of the whole batch needs all of "
      "its forwards before the first backward, which is a flush.",
      "Try schedule=1f1b, or loss_over=microbatch."),
+    (lambda r: bool(r.plan.skips) and not r.schedule.synchronous,
+     "schedule={r.schedule.name} with pp={r.plan.pp}: stage {r.plan.skips[0][1]} reads what stage "
+     "{r.plan.skips[0][0]} has made, and without a flush stages exchange messages with their "
+     "neighbours only.",
+     "Try schedule=1f1b."),
     (lambda r: r.plan.split_backward and not r.schedule.synchronous,
      "schedule.split_backward=true with schedule={r.schedule.name}: there is no bubble for weight "
      "gradients to fill.",

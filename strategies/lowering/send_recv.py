@@ -33,13 +33,9 @@ def add_messages(program: Program, table: CostTable | None = None) -> Program:
     """
     if program.updates is not None:
         end = _even_times(program)
-        # Activations arrive right before they are read, behind the update that the forward reads:
-        # what comes before a batch's first RECV has nothing of that batch.
-        return place_messages(
-            program,
-            end,
-            lambda m: end[m.consumer] - 0.5 if m.payload is Kind.F else end[m.producer],
-        )
+        # Activations leave behind updates, so a batch's first RECV is behind those that it reads.
+        late = {Kind.F: 0.5, Kind.B: 0.0}
+        return place_messages(program, end, lambda m: end[m.producer] + late[m.payload])
     end = end_times(program, table)
     return place_messages(program, end, lambda message: end[message.producer])
 
@@ -80,8 +76,7 @@ def place_messages(
             node += 1
     for transfer in program.transfers:
         payload, source, target, microbatch, producer, consumer = transfer
-        # Without a flush lists repeat, and so do places: they follow from stages alone.
-        key = (when(transfer), 1, position[producer] if flushes else source, target)
+        key = (when(transfer), 1, position[producer], target)
         here, there = graph.rank[producer], graph.rank[consumer]
         events[here].append((key, sending(source, microbatch, payload, target)))
         events[there].append((key, receiving(target, microbatch, payload, source)))
