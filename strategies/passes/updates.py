@@ -60,11 +60,13 @@ def add_updates(
     counts = buckets or (0,) * program.placement.num_stages
     turn = _first_uses(program, position) if gathered else {}
     gathers = [stage for stage in sorted(turn, key=turn.__getitem__) if counts[stage]]
+    read = None if program.updates is None else program.updates.version_read
     rows = []
     for rank, row in enumerate(program.ranks):
         gaps = _gaps(program, rank, last[rank], ready, counts, gathers, overlapped=overlapped)
-        reads = row if program.updates is None else [_reading(program.updates, i) for i in row]
-        parts = ((*gaps.get(place, ()), *reads[place : place + 1]) for place in range(len(row) + 1))
+        if read is not None:
+            row = tuple(replace(i, version=read(i.stage, i.microbatch or 0)) for i in row)
+        parts = ((*gaps.get(place, ()), *row[place : place + 1]) for place in range(len(row) + 1))
         rows.append(tuple(chain.from_iterable(parts)))
     return program.with_ranks(tuple(rows))
 
@@ -81,14 +83,8 @@ def _gaps(
 ) -> dict[int, list[Instruction]]:
     """What comes before each place of a rank's list.
 
-    Args:
-        program: Compute only.
-        rank: Whose list.
-        last: Where its last gradients stand.
-        ready: When they are complete on all owners, in one order of all lists.
-        buckets: Per stage.
-        gathers: The stages that are gathered, in one order for all owners.
-        overlapped: As above.
+    ``last`` is where its last gradients stand, ``ready`` when they are complete on all owners, in
+    one order of all lists; ``gathers`` are the stages that are gathered, in one order for all.
     """
     row, updates = program.ranks[rank], program.updates
     stages = program.placement.stages_of(rank)
@@ -139,12 +135,6 @@ def _step_place(
     returns = reader - (len(updates.delay) - 1 - stage)
     wanted = (Kind.F, stage, reader), (Kind.R, stage, returns), (Kind.B, stage, returns)
     return next((places[key] for key in wanted if key in places), end)
-
-
-def _reading(updates: Updates, item: Instruction) -> Instruction:
-    """With the version that it reads."""
-    assert item.microbatch is not None
-    return replace(item, version=updates.version_read(item.stage, item.microbatch))
 
 
 def _first_uses(program: Program, position: Sequence[int]) -> dict[int, tuple[int, int]]:
