@@ -30,6 +30,11 @@ REFUSED = [
         "loss_over=microbatch.",
     ),
     (
+        (Plan("pipedream", 3, 1, skips=((0, 2),)),),
+        "schedule=pipedream with pp=3: stage 2 reads what stage 0 has made, and without a flush "
+        "stages exchange messages with their neighbours only. Try schedule=1f1b.",
+    ),
+    (
         (Plan("pipedream", 2, 1, split_backward=True),),
         "schedule.split_backward=true with schedule=pipedream: there is no bubble for weight "
         "gradients to fill. Remove schedule.split_backward, or try schedule=zb_h1.",

@@ -10,7 +10,7 @@ from strategies.errors import PlanError, ProgramError
 from strategies.ir import verify
 from strategies.ir.kinds import Kind
 from strategies.passes.updates import add_batch_loss, forwards_first
-from strategies.plan import Plan, Recompute, ScheduleFile
+from strategies.plan import Plan, ScheduleFile
 from strategies.simulator.engine import simulate
 from tests.strategies.programs import lines, plans, refusal, texts, written
 
@@ -70,12 +70,6 @@ def test_time_and_memory_are_those_of_all_forwards_first() -> None:
     gpipe = compile_plan(Plan("gpipe", 4, 8, costs=costs)).train
     whole = compile_plan(Plan("1f1b", 4, 8, costs=costs, loss_over="batch")).train
     assert simulate(whole, costs).makespan == simulate(gpipe, costs).makespan
-
-
-@pytest.mark.parametrize("policy", ["mario", "optimal"])
-def test_recomputation_with_an_order_of_its_own_is_refused(policy: str) -> None:
-    with pytest.raises(PlanError, match="Try recompute=full, or loss_over=microbatch"):
-        Plan(loss_over="batch", recompute=Recompute(policy))  # type: ignore[arg-type]
 
 
 def test_an_order_by_hand_is_never_rearranged() -> None:
