@@ -1,8 +1,9 @@
 """A plan of how a model's layers are cut over tensor-parallel ranks: found, priced, and executed.
 
-The planner writes it (``strategies.planner.shardings``), layers are cut by it
-(``strategies.models.tensor_parallel``), reports show it; so it is data alone, without torch. Its
-words are those of a hand-written ``tensor_parallel_plan()``, a row per pattern of module names.
+A module declares it, in its own or a library's words, or layers' sizes decide
+(``models/tensor_parallel/layer_plan.py``), or the planner finds it (``planner/shardings``); layers
+are cut by it, reports show it. So it is data alone, without torch: a row per pattern of module
+names.
 
 Between layers, ranks hold a value whole or a share of it, and run a module's own code on that. So
 all messages are a layer's: where it wants its input, and where it leaves its output.
@@ -18,12 +19,14 @@ from typing import Any, Literal
 
 from strategies.errors import ModelError
 
-StyleName = Literal["column", "row", "vocabulary", "replicated"]
+StyleName = Literal["column", "row", "vocabulary", "replicated", "stream", "split"]
+
+CUT = frozenset({"column", "row", "vocabulary"})  # styles that leave a rank a share of the weights
 LayerKind = Literal["linear", "conv", "embedding", "norm", "attention", "parameter", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShare:
+class LayerSharding:
     """How the layers of one name pattern are cut.
 
     Attributes:
@@ -31,6 +34,8 @@ class LayerShare:
         style: ``column``: outputs are cut, each rank computes some. ``row``: inputs are cut,
             outputs are summed over ranks. ``vocabulary``: a table cut by ids; a classifier's
             outputs stay cut, and its loss is taken from shares. ``replicated``: whole weights.
+            With sequence parallelism, ``stream``: a norm or dropout on the residual stream, which
+            is cut along time; ``split``: its output begins that stream.
         kind: What the layer is.
         split_dim: Dimension of ``weight`` that is cut, None where none is: a Linear's or a
             convolution's 0 by column and 1 by row, an Embedding's 0 by vocabulary and 1 by column,
@@ -72,7 +77,7 @@ class LayerShare:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPlan:
+class ShardingPlan:
     """How a model is cut over ``tp`` ranks, and what that comes to.
 
     Attributes:
@@ -86,10 +91,12 @@ class FoundPlan:
         weight_bytes_whole: The same at tp=1.
         unknown: (operation, where, seconds) that have no known shardings: their inputs are whole.
         reasons: Sentences about the plan as a whole.
+        written_for_shares: Whether the module's code takes what a rank has of a value; else it
+            sees whole shapes everywhere.
     """
 
     tp: int
-    layers: tuple[LayerShare, ...]
+    layers: tuple[LayerSharding, ...]
     rows: int = 1
     seconds: float = 0.0
     seconds_whole: float = 0.0
@@ -97,13 +104,14 @@ class FoundPlan:
     weight_bytes_whole: float = 0.0
     unknown: tuple[tuple[str, str, float], ...] = ()
     reasons: tuple[str, ...] = ()
+    written_for_shares: bool = False
 
     @property
     def worth(self) -> bool:
         """Whether anything is cut; if not, tp=1 is as good."""
-        return any(layer.style != "replicated" for layer in self.layers)
+        return any(layer.style in CUT for layer in self.layers)
 
-    def layer(self, name: str) -> LayerShare | None:
+    def layer(self, name: str) -> LayerSharding | None:
         """The last row that names a module: a declared plan's later rows win."""
         return next((layer for layer in reversed(self.layers) if layer.matches(name)), None)
 
@@ -120,24 +128,16 @@ def matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
-def plan_from_json(content: Mapping[str, Any]) -> FoundPlan:
+def plan_from_json(content: Mapping[str, Any]) -> ShardingPlan:
     """What ``to_json`` has written.
 
     Raises:
         ModelError: It is something else.
     """
     try:
-        layers = tuple(LayerShare(**entry) for entry in content["layers"])
+        layers = tuple(LayerSharding(**entry) for entry in content["layers"])
         unknown = tuple((str(op), str(at), float(cost)) for op, at, cost in content["unknown"])
         reasons = tuple(map(str, content["reasons"]))
-        found = FoundPlan(
-            **{
-                **content,
-                "layers": layers,
-                "unknown": unknown,
-                "reasons": reasons,
-            }
-        )
+        return ShardingPlan(**{**content, "layers": layers, "unknown": unknown, "reasons": reasons})
     except (LookupError, TypeError, ValueError) as error:
         raise ModelError(f"a damaged sharding plan ({type(error).__name__}: {error})") from error
-    return found

@@ -12,7 +12,7 @@ from launcher.report.summary import format_duration
 from launcher.resolve import element_sizes
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.sharding_plan import FoundPlan, LayerShare
+from strategies.sharding_plan import LayerSharding, ShardingPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class TensorPlan:
         listed: Whether that goes by the same operators; else by what is known of built-in models.
     """
 
-    plan: FoundPlan
-    by_hand: FoundPlan | None
+    plan: ShardingPlan
+    by_hand: ShardingPlan | None
     fits: bool = True
     planned_s: float | None = None
     listed: bool = True
@@ -112,7 +112,7 @@ _HEAD = ("layers", "", "how", "forward", "backward", "weights", "time")
 _MOST_NAMES = 12
 
 
-def _cells(row: LayerShare) -> tuple[str, ...]:
+def _cells(row: LayerSharding) -> tuple[str, ...]:
     return (
         row.pattern,
         "" if row.count == 1 else f"x {row.count}",
@@ -124,7 +124,7 @@ def _cells(row: LayerShare) -> tuple[str, ...]:
     )
 
 
-def how(row: LayerShare) -> str:
+def how(row: LayerSharding) -> str:
     """A row's way to be cut, in a few words."""
     words: str = "whole, on a share" if row.style == "replicated" else row.style
     if row.segments > 1:

@@ -38,6 +38,7 @@ from launcher.resolve import Run, resolve
 from launcher.workloads.hf.hf_model import HfLanguageModel
 from strategies.costs.trace_file import TracedModel, dump_trace
 from strategies.errors import ModelError, PipelineError
+from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.planner.cut import balance, by_counts
@@ -96,11 +97,10 @@ def build(config: LaunchConfig, *, num_stages: int, units_per_stage: Sequence[in
     else:
         by_counts(units_per_stage, len(costs), num_stages)
     model.check_weights()
-    if config.tp > 1 and model.tensor_parallel_plan() is not None:
+    plan = declared_plan(model, config.tp) if config.tp > 1 else None
+    if plan is not None:
         members = SimpleNamespace(rank=0, size=config.tp, sequence=False)
-        sharding = Sharding(model, cast(TensorRanks, members))
-        for name, _ in model.pipeline_units():
-            sharding.apply(model, name)
+        Sharding(model, plan, cast(TensorRanks, members))
 
 
 class _Subject(NamedTuple):

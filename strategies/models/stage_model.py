@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from strategies.models.replay.rows.whole_values import Dealer, Step
     from strategies.models.selective.policy import Selection
     from strategies.models.state import Generators
-    from strategies.sharding_plan import FoundPlan
+    from strategies.sharding_plan import ShardingPlan
 
 
 Mode = Literal["train", "validate", "test", "predict"]
-Search = Callable[[nn.Module, Any], "FoundPlan"]
+Search = Callable[[nn.Module, Any], "ShardingPlan"]
 
 STEP_NAMES: dict[Mode, str] = {
     "train": "training_step",
@@ -336,14 +336,14 @@ class StageModel(ABC):
         """Takes out again what ``restore`` has put back."""
         raise ModelError(f"{type(self).__name__} has not been made whole.")
 
-    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
-        """How layers are to be cut, where ``search`` is asked; None where units say so themselves.
+    def sharding_plan(self, tp: int, search: Search) -> ShardingPlan | None:
+        """How layers are to be cut: as the module declares it, or ``search`` or their sizes say.
 
-        ``search`` takes a module and a microbatch.
+        ``search`` takes a module and a microbatch. None where ``shard`` refuses.
         """
         return None
 
-    def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
+    def shard(self, ranks: TensorRanks, plan: ShardingPlan | None = None) -> None:
         """Prepares for tensor-parallel ranks; called once, before ``cut``.
 
         Args:

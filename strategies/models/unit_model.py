@@ -33,16 +33,20 @@ from strategies.models.expert_parallel import ExpertRanks, ExpertShares
 from strategies.models.expert_parallel.expert_shares import named_expert_layers
 from strategies.models.held_units import HeldUnits
 from strategies.models.logs import captured_logs
+from strategies.models.nested import rebuild
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
 from strategies.models.stage_model import Mode, Search, StageModel, StageOutput, Unit
 from strategies.models.state import reseed
 from strategies.models.step_state import join_parts
+from strategies.models.tensor_parallel.layer_plan import declared_plan, plan_by_sizes
+from strategies.models.tensor_parallel.plan_trial import UnitTrial
+from strategies.models.tensor_parallel.sharded_layers import LocalValues
 from strategies.models.tensor_parallel.sharding import Sharding, ShareReads
+from strategies.models.tensor_parallel.share_values import WholeShapeValues
 from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRanks, is_cut
-from strategies.models.tensor_parallel.unit_sharding import UnitSharding
 from strategies.plan import FAMILIES
-from strategies.sharding_plan import FoundPlan
+from strategies.sharding_plan import ShardingPlan
 
 _NAMED = 3  # units, in a message
 
@@ -73,8 +77,9 @@ class UnitModel(StageModel):
         self._held = HeldUnits(module, module.pipeline_units())
         self._units, self._runs = self._held.units, self._held.here
         self._stages: tuple[range, ...] = (range(len(self._units)),)
-        self._sharding: Sharding | UnitSharding | None = None
-        self._found: UnitSharding | None = None  # the same, where it was found
+        self._sharding: Sharding | None = None
+        self._values: LocalValues | WholeShapeValues = LocalValues()
+        self._trial: UnitTrial | None = None  # of a plan that the module's code does not know of
         self._example: Any = None
         self._expert_shares: ExpertShares | None = None
         self._mixtures: tuple[int, ...] = ()  # of each unit, where ranks share them
@@ -114,7 +119,9 @@ class UnitModel(StageModel):
             name = self._units[index].name
             self._draw(name, unit)
             if self._sharding is not None:
-                self._sharding.apply(self._module, name)
+                self._sharding.apply(name)
+                if isinstance(self._values, WholeShapeValues):
+                    self._values.look_after(unit)
             if self._expert_shares is not None:
                 self._expert_shares.apply(self._module, name)
         if self._sharding is not None:
@@ -135,26 +142,27 @@ class UnitModel(StageModel):
     @property
     def declares_plan(self) -> bool:
         """Whether the module says how its layers are cut over ranks."""
-        by_hand = getattr(self._module, "tensor_parallel_plan", None)
-        return callable(by_hand) and by_hand() is not None
+        declare = getattr(self._module, "tensor_parallel_plan", None)
+        return callable(declare) and declare() is not None
 
     def show(self, microbatch: Any) -> None:
         """Gives a microbatch, by whose shapes shardings are found; without, sizes decide."""
         self._example = microbatch
 
-    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
-        if self.declares_plan:
-            return None
-        if self._example is not None:
-            example, self._example = self._example, None
-            return search(self._module, example)
-        return UnitSharding.plan(self._module, tp)
+    def sharding_plan(self, tp: int, search: Search) -> ShardingPlan | None:
+        example, self._example = self._example, None
+        declared = declared_plan(self._module, tp)
+        if declared is not None:
+            return declared
+        # Without an example: units may have no weights yet, and no batch is at hand.
+        return plan_by_sizes(self._module, tp) if example is None else search(self._module, example)
 
-    def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
-        if plan is None:
-            self._sharding = Sharding(self._module, ranks)
-            return
-        self._sharding = self._found = UnitSharding(self._module, ranks, plan)
+    def shard(self, ranks: TensorRanks, plan: ShardingPlan | None = None) -> None:
+        assert plan is not None
+        self._sharding = Sharding(self._module, plan, ranks)
+        self._values = self._sharding.values
+        if isinstance(self._values, WholeShapeValues):
+            self._trial = UnitTrial(self._sharding, self._values)
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -187,8 +195,8 @@ class UnitModel(StageModel):
         return () if self._sharding is None else self._sharding.partial
 
     def _note_shares(self) -> None:
-        by_hand = {} if self._found is not None else self.shards
-        cut = {name: "tp" for name in by_hand}
+        # Whole-shape values give the whole of a weight to whoever reads it.
+        cut = {n: "tp" for n in self.shards} if isinstance(self._values, LocalValues) else {}
         cut |= {
             n: "tp" if isinstance(s, Grid) else "ep" for n, s in self.experts.items() if is_cut(s)
         }
@@ -233,7 +241,7 @@ class UnitModel(StageModel):
         dataloader_idx: int | None = None,
         at_end: Callable[[], Any] | None = None,
     ) -> StageOutput:
-        with nullcontext() if self._found is None else self._found.around_step():
+        with self._values.between_layers():
             return self._forward(stage, inputs, batch, batch_idx, mode, seed, at_end)
 
     def _forward(
@@ -250,15 +258,15 @@ class UnitModel(StageModel):
         if stage == 0:
             with self._outside_units():
                 tensors = self._declared.pipeline_inputs(batch)
-        if self._found is not None and torch.is_grad_enabled():
+        if self._trial is not None and torch.is_grad_enabled():
             named = [(self._units[index].name, self._runs[index]) for index in self._stages[stage]]
-            self._found.check(named, tensors)
+            self._trial.check(named, tensors)
         if self._joined:
             for units, joined in self._layers_of(stage):
                 tensors = joined.run(partial(self._run, units, seed), tensors, {})
         else:
             tensors = self._run(self._stages[stage], seed, *tensors)
-        whole = tensors if self._found is None else self._found.whole(tensors)
+        whole = tuple(self._values.whole(tensor) for tensor in tensors)
         if stage + 1 < len(self._stages) or self._postponed:
             return StageOutput(whole)
         ends = tuple(tensor.detach() for tensor in whole)
@@ -379,8 +387,8 @@ class UnitModel(StageModel):
     ) -> StageOutput:
         with captured_logs(self._module) as logs, self._outside_units():
             result = self._declared.pipeline_result(tensors, batch, batch_idx, mode)
-        if self._found is not None:
-            result = self._found.whole_of(result)
+        if isinstance(self._values, WholeShapeValues):
+            result = rebuild(result, self._values.whole_of)
         loss = result if mode == "train" else None
         if loss is not None and not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise ModelError(
@@ -391,9 +399,9 @@ class UnitModel(StageModel):
         return StageOutput(loss=loss, result=result, logs=calls, ends=ends, marks=marks)
 
     def compile_units(self) -> None:
-        if self._found is not None:
+        if isinstance(self._values, WholeShapeValues):
             raise ModelError(
-                f"compile=true with tp={self._found.ranks.size}: {type(self._module).__name__} "
+                f"compile=true with tp={self._values.ranks.size}: {type(self._module).__name__} "
                 "has no tensor_parallel_plan(), and torch.compile does not follow what lies cut "
                 "between layers. Use compile=false, or tp=1."
             )

@@ -26,6 +26,7 @@ from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 
+from strategies.models.tensor_parallel.share_parts import parts_after_view
 from strategies.planner.shardings.operators import WHOLE, Choice, Message
 
 aten: Any = torch.ops.aten
@@ -177,23 +178,14 @@ class Shardings:
 
     def _view(self, whole: Tensor, cut: Cut, output: Tensor) -> tuple[str, ...] | None:
         """The cut of the same numbers in another shape, where a rank's share is one of it, too."""
-        before, size = math.prod(whole.shape[: cut.dim]), whole.shape[cut.dim]
         if cut.scores:
+            before, size = math.prod(whole.shape[: cut.dim]), whole.shape[cut.dim]
             for dim, other in enumerate(output.shape):
                 if other == size and math.prod(output.shape[:dim]) == before:
                     return (str(Cut(dim, scores=True)),)
             return None
-        left = before * cut.parts  # Numbers of parts in front of the ranks' own dimension.
-        right = whole.numel() // (left * self.tp)
-        outer = 1
-        for dim, other in enumerate(output.shape):
-            inner = math.prod(output.shape[dim + 1 :])
-            parts, rest = divmod(left, outer)
-            even = not rest and parts and other % (parts * self.tp) == 0 and right % inner == 0
-            if even and other // (parts * self.tp) == right // inner:
-                return (str(Cut(dim, parts)),)
-            outer *= other
-        return None
+        found = parts_after_view(whole.shape, cut.dim, cut.parts, self.tp, output.shape)
+        return None if found is None else (str(Cut(*found)),)
 
     def _attention(
         self,

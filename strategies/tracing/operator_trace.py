@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.models.replay.gate import unchanged
-from strategies.models.tensor_parallel.sharding import Column, Row, Vocabulary, read_style
+from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.planner.shardings.operators import (
     ENTERED,
     WHOLE,
@@ -29,7 +29,7 @@ from strategies.planner.shardings.operators import (
 )
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.sharding_plan import FoundPlan, matches
+from strategies.sharding_plan import CUT, ShardingPlan
 from strategies.tracing.operator_run import (
     LayerCall,
     OperatorCall,
@@ -300,7 +300,7 @@ def find_shardings(
     num_microbatches: int = 1,
     boundaries: Collection[str] = (),
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> FoundPlan:
+) -> ShardingPlan:
     """The best plan for a module that says nothing about it.
 
     Args:
@@ -331,14 +331,12 @@ def find_shardings(
 
 def styles_by_hand(module: nn.Module) -> dict[str, str] | None:
     """Style names by layer of a module's own ``tensor_parallel_plan()``; None where it has none."""
-    plan = getattr(module, "tensor_parallel_plan", None)
-    given_plan = plan() if callable(plan) else None
-    if given_plan is None:
+    plan = declared_plan(module, 1)
+    if plan is None:
         return None
-    words = {Column: "column", Row: "row", Vocabulary: "vocabulary"}
-    found: dict[str, str] = {}
-    names = [name for name, _ in module.named_modules() if name]
-    for pattern, given in given_plan.items():
-        style = words.get(type(read_style(pattern, given)), "replicated")
-        found.update({name: style for name in names if matches(pattern, name)})
-    return found
+    rows = {name: plan.layer(name) for name, _ in module.named_modules() if name}
+    return {
+        name: row.style if row.style in CUT else "replicated"
+        for name, row in rows.items()
+        if row is not None
+    }

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from strategies.errors import ModelError
-from strategies.models.tensor_parallel import cut_layers, share_layers
+from strategies.models.tensor_parallel import plan_trial, sharded_layers
 from strategies.models.tensor_parallel.regions import Entrance
-from strategies.models.tensor_parallel.share_values import ShareValues
+from strategies.models.tensor_parallel.share_values import WholeShapeValues
 from tests.distributed.fresh_modules import FRESH
 from tests.distributed.unannotated import MODULES, STEPS, Module
 from tests.ranks.fit import SaveAt, fit, trainer_of
@@ -181,19 +181,19 @@ def broken(part: str) -> Iterator[None]:
     """Inside, found plans are carried out wrongly; as a rule of a library may be."""
     with pytest.MonkeyPatch.context() as patched:
         if part == "sum":  # Shares of outputs are not added up.
-            patched.setattr(share_layers, "leave", lambda partial, ranks, whole=False: partial)
+            patched.setattr(sharded_layers, "leave", lambda partial, ranks, whole=False: partial)
         elif part == "entrance":  # Gradients of an input are not added up.
             patched.setattr(Entrance, "__call__", lambda self, tensor: tensor)
         elif part == "bias":  # Added once per rank.
-            own = share_layers.LinearByInputs.forward
+            own = sharded_layers.RowLinear.forward
 
             def forward(self: Any, input: Any) -> Any:
                 found = own(self, input)
                 return found if self.bias is None else found + self.bias
 
-            patched.setattr(share_layers.LinearByInputs, "forward", forward)
+            patched.setattr(sharded_layers.RowLinear, "forward", forward)
         elif part == "alone":  # One rank of those that share matrices cannot run its share.
-            own_numbers = cut_layers._numbers
+            own_numbers = plan_trial._numbers
 
             def numbers(module: Any, example: Any, sharding: Any) -> Any:
                 found = own_numbers(module, example, sharding)
@@ -201,22 +201,22 @@ def broken(part: str) -> Iterator[None]:
                     raise RuntimeError("no room")
                 return found
 
-            patched.setattr(cut_layers, "_numbers", numbers)
+            patched.setattr(plan_trial, "_numbers", numbers)
         elif part == "one":  # Shares of one rank are other numbers.
-            own_compare = cut_layers.compare_steps
+            own_compare = plan_trial.compare_steps
 
             def compare(*given: Any, **named: Any) -> Any:
                 return "what net.5 gives differs" if given[3] == 1 else own_compare(*given, **named)
 
-            patched.setattr(cut_layers, "compare_steps", compare)
+            patched.setattr(plan_trial, "compare_steps", compare)
         else:  # What lies cut is taken for what lies cut in another order.
-            own_whole = ShareValues.whole
+            own_whole = WholeShapeValues.whole
 
             def whole(self: Any, value: Any) -> Any:
                 found = own_whole(self, value)
                 return found.roll(1, -1) if self.is_share(value) else found
 
-            patched.setattr(ShareValues, "whole", whole)
+            patched.setattr(WholeShapeValues, "whole", whole)
         yield
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher.workloads.hf.export import export_checkpoint, library_name
 from strategies.errors import ModelError
-from strategies.models.tensor_parallel import share_layers
+from strategies.models.tensor_parallel import sharded_layers
 from strategies.plan import Policy
 from tests.ranks.hf_training import HfCase, balanced_reference, reference, train_hf, train_own
 from tests.ranks.pool import Ranks
@@ -369,7 +369,7 @@ def test_families_without_a_plan_of_the_librarys_are_cut_as_it_is_found(
 def train_without_sums(case: HfCase) -> str:
     """Shares of outputs are not added up, as if a plan had forgotten it; the refusal."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(share_layers, "leave", lambda partial, ranks, whole=False: partial)
+        patched.setattr(sharded_layers, "leave", lambda partial, ranks, whole=False: partial)
         with pytest.raises(ModelError) as refused:
             train_hf(case)
     return str(refused.value)

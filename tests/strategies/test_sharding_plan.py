@@ -5,13 +5,15 @@ import json
 import pytest
 
 from strategies.errors import ModelError
-from strategies.sharding_plan import FoundPlan, LayerShare, plan_from_json
+from strategies.sharding_plan import LayerSharding, ShardingPlan, plan_from_json
 
-PLAN = FoundPlan(
+PLAN = ShardingPlan(
     tp=2,
     layers=(
-        LayerShare("layers.*.query", "column", "linear", 0, block=64, whole_output=False, count=4),
-        LayerShare("head", "vocabulary", "linear", 0),
+        LayerSharding(
+            "layers.*.query", "column", "linear", 0, block=64, whole_output=False, count=4
+        ),
+        LayerSharding("head", "vocabulary", "linear", 0),
     ),
     unknown=(("aten.sort", "layers.0", 1e-3),),
 )
@@ -33,4 +35,4 @@ def test_a_plan_of_other_fields_is_refused():
 
 def test_a_plan_without_a_cut_is_not_worth_it():
     assert PLAN.worth
-    assert not FoundPlan(2, (LayerShare("a", "replicated"),)).worth
+    assert not ShardingPlan(2, (LayerSharding("a", "replicated"),)).worth

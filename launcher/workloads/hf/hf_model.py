@@ -28,9 +28,10 @@ from launcher.workloads.hf.weights import FreshWeights, StoredWeights, Weights
 from launcher.workloads.language_model import Batch, LanguageModel, Mode
 from strategies.errors import ModelError
 from strategies.models.expert_parallel import ExpertRanks
+from strategies.models.tensor_parallel.layer_plan import Style
 from strategies.models.tensor_parallel.regions import as_written
-from strategies.models.tensor_parallel.sharded_layers import ColumnLinear, VocabularyShare
-from strategies.models.tensor_parallel.sharding import Style
+from strategies.models.tensor_parallel.sharded_layers import ColumnLinear
+from strategies.models.tensor_parallel.vocabulary import VocabularyShare
 
 
 class HfLanguageModel(LanguageModel):
@@ -84,10 +85,7 @@ class HfLanguageModel(LanguageModel):
         return (batch["tokens"],) if mask is None else (batch["tokens"], mask)
 
     def tensor_parallel_plan(self) -> dict[str, Style] | None:  # type: ignore[override]
-        """The library's own plan for the layers, embedding and head by token ids; or it is found.
-
-        Found, it is run as the plan of any module (``unit_sharding.py``).
-        """
+        """The library's plan for the layers, embedding and head by token ids; None: it is found."""
         return library_plan(self._skeleton, cast(HfShape, self.shape))
 
     def declare_experts(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from launcher.workloads.hf.hf_shape import EMBEDDING, HEAD, NETWORK, HfShape
 from launcher.workloads.hf.routers import Balance, recording
 from launcher.workloads.hf.skeleton import Call, Shell, Skeleton
 from strategies.errors import ModelError
-from strategies.models.tensor_parallel.sharding import Column, Row, Style, Vocabulary, read_style
+from strategies.models.tensor_parallel.layer_plan import Style, Vocabulary, read_style
 
 _KNOWN_SHAPES = 4  # training and validation, each with a short last microbatch
 
@@ -265,9 +266,8 @@ def library_plan(skeleton: Skeleton, shape: HfShape) -> dict[str, Style] | None:
             style = read_style(key, word)
         except ModelError:
             return None
-        if ("attn" in name or "attention" in name) and isinstance(style, Column | Row):
-            # Heads stay whole.
-            style = Column(head, style.gather) if isinstance(style, Column) else Row(head)
+        if ("attn" in name or "attention" in name) and style.style in ("column", "row"):
+            style = replace(style, block=head)  # Heads stay whole.
         plan[layers + name] = style
     ends = ((EMBEDDING, skeleton.embedding, nn.Embedding), (HEAD, skeleton.head, nn.Linear))
     for unit, names, kind in ends:

@@ -37,14 +37,14 @@ from strategies.models.stage_model import (
     Search,
     Unit,
 )
-from strategies.models.tensor_parallel.cut_layers import Example, cut_layers, found_plan
+from strategies.models.tensor_parallel.plan_trial import Example, cut_layers, found_plan
 
 if TYPE_CHECKING:
     from strategies.models.selective.policy import Selection
     from strategies.models.selective.region import SelectiveLayer
-    from strategies.models.tensor_parallel.plan_sharding import PlanSharding
+    from strategies.models.tensor_parallel.sharding import Sharding
     from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
-    from strategies.sharding_plan import FoundPlan
+    from strategies.sharding_plan import ShardingPlan
 
 
 class CutModule(FollowedSteps):
@@ -65,7 +65,7 @@ class CutModule(FollowedSteps):
             )
         self._trains = True
         self._example: Example | None = None
-        self._sharding: PlanSharding | None = None
+        self._sharding: Sharding | None = None
 
     @classmethod
     def probe(
@@ -197,11 +197,11 @@ class CutModule(FollowedSteps):
         assert self._example is not None
         self._example = replace(self._example, batch=microbatch)
 
-    def sharding_plan(self, tp: int, search: Search) -> FoundPlan | None:
+    def sharding_plan(self, tp: int, search: Search) -> ShardingPlan | None:
         assert self._example is not None
         return found_plan(self._module, self._example, tp, search)
 
-    def shard(self, ranks: TensorRanks, plan: FoundPlan | None = None) -> None:
+    def shard(self, ranks: TensorRanks, plan: ShardingPlan | None = None) -> None:
         assert self._example is not None and plan is not None
         self._sharding = cut_layers(self._module, self._example, plan, ranks)
         for unit in self._modules:
@@ -210,7 +210,7 @@ class CutModule(FollowedSteps):
     def compile_units(self) -> None:
         if self._sharding is not None:
             raise ModelError(
-                f"compile=true with tp={self._sharding.values.ranks.size}: the layers of "
+                f"compile=true with tp={self._sharding.ranks.size}: the layers of "
                 f"{type(self._module).__name__} are cut as it was found, and torch.compile does "
                 "not follow what lies cut between them. Use compile=false, or tp=1."
             )

@@ -1,6 +1,6 @@
 """Tensor parallelism inside stages: layers that hold a share of their weights as plain tensors."""
 
-from strategies.models.tensor_parallel.sharding import (
+from strategies.models.tensor_parallel.layer_plan import (
     Column,
     Replicated,
     Row,

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from strategies.errors import ModelError
 from strategies.models.nested import tensors
 from strategies.models.replay.hole import error_line, user_line
-from strategies.models.tensor_parallel.share_values import ShareValues
+from strategies.models.tensor_parallel.share_values import WholeShapeValues
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
 
 _SEED = 20_211
@@ -228,7 +228,7 @@ _NO_BACKWARD = re.compile(r"Operator aten\.(\w+?)_backward\.\w+ does not have a 
 
 def tried(
     step: Callable[[], StepNumbers],
-    values: ShareValues,
+    values: WholeShapeValues,
     unchanged: Callable[[], AbstractContextManager[Any]],
 ) -> StepNumbers:
     """The first run of a cut step; what cannot run on shares is noted, and runs on whole values.
@@ -270,7 +270,7 @@ def tried(
 
 def _attempt(
     step: Callable[[], StepNumbers],
-    values: ShareValues,
+    values: WholeShapeValues,
     unchanged: Callable[[], AbstractContextManager[Any]],
 ) -> tuple[StepNumbers | None, Exception | None]:
     values.noting = True

@@ -101,8 +101,8 @@ def leave(partial: Tensor, ranks: TensorRanks, *, whole: bool = False) -> Tensor
 
 
 @as_written
-def gather_outputs(share: Tensor, ranks: TensorRanks) -> Tensor:
-    result: Tensor = _GatherOutputs.apply(share, ranks)  # type: ignore[no-untyped-call]
+def gather_outputs(share: Tensor, ranks: TensorRanks, dim: int = -1) -> Tensor:
+    result: Tensor = _GatherOutputs.apply(share, ranks, dim % share.dim())  # type: ignore[no-untyped-call]
     return result
 
 
@@ -178,13 +178,13 @@ class _LeaveToShares(torch.autograd.Function):
 
 class _GatherOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.gather_along(share, -1)
+    def forward(ctx: Any, share: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return ranks.gather_along(share, dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.share_along(gradient, gradient.dim() - 1).contiguous(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.share_along(gradient, ctx.dim).contiguous(), None, None
 
 
 class _SplitStream(torch.autograd.Function):

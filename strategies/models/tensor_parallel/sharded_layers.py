@@ -2,18 +2,30 @@
 
 Their gradients, the optimizer's state and the buffers of ``grad_sync`` are then plain, too, and the
 products inside them are ordinary nodes of the autograd graph, which a split backward can take
-apart. Names stay those of the layers that they stand for.
+apart. A layer becomes one of these in place (``sharding.py``), under its name and with its hooks.
+
+What lies between layers is the business of their values: ``LocalValues`` where code was written for
+shares, or ``WholeShapeValues`` (``share_values.py``), where what a layer leaves cut has its whole
+shape, a layer takes a value whole or cut in whatever way, and shares need not come out even. There,
+a layer that a replay asks for shapes alone answers as the uncut one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
 
+from strategies.models.nested import rebuild
+from strategies.models.replay.hole import Hole
+from strategies.models.replay.shape_mode import ShapeMode
+from strategies.models.tensor_parallel.layer_plan import CONVOLUTIONS
 from strategies.models.tensor_parallel.regions import (
     TIME,
     Entrance,
@@ -21,120 +33,320 @@ from strategies.models.tensor_parallel.regions import (
     leave,
     split_stream,
 )
+from strategies.models.tensor_parallel.share_values import WholeShapeValues
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks
+from strategies.models.tensor_parallel.vocabulary import VocabularyShare
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-class ColumnLinear(nn.Linear):
-    """Some of a linear layer's outputs.
+class LocalValues:
+    """Between layers lies what a rank has: the module's code was written for that."""
 
-    Args:
-        weight: ``[local outputs, inputs]``.
-        bias: ``[local outputs]``.
-        entrance: The unit's.
-        gathered: Whom to gather all outputs from; None leaves them where they are.
-        vocabulary: Which token ids the outputs are, for a head.
+    looked_after: tuple[()] = ()
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value
+
+    def own(self, value: Tensor, dim: int) -> Tensor:
+        return value
+
+    @contextmanager
+    def between_layers(self) -> Iterator[None]:
+        yield
+
+
+class CutLayer:
+    """What all of these have: who shares, how the weight is cut, and the layer as it was.
+
+    Attributes:
+        cut: Of ``weight``.
+        gathers: Whether every rank gets all of the outputs.
     """
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        *,
+        layer: nn.Module,
+        sizes: Mapping[str, torch.Size],
+        values: LocalValues | WholeShapeValues,
         entrance: Entrance,
-        gathered: TensorRanks | None = None,
-        vocabulary: VocabularyShare | None = None,
+        cut: Shard,
+        ranks: TensorRanks,
+        *,
+        gathers: bool,
     ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.weight = weight
-        self.register_parameter("bias", bias)
-        self._entrance = entrance
-        self._gathered = gathered
-        self.vocabulary = vocabulary
+        self.values = values
+        self.ranks = ranks
+        self.entrance = entrance
+        self.cut = cut
+        self.gathers = gathers
+        self.held = cut.held(ranks.rank)
+        # In a tuple: it is nobody's child and has no weights.
+        local = isinstance(values, LocalValues)
+        self._uncut = () if local else (_without_data(layer, sizes),)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., inputs]`` to ``[..., local outputs]``, or to all of them."""
-        outputs = self._entrance.linear(input, self.weight, self.bias)
-        return outputs if self._gathered is None else gather_outputs(outputs, self._gathered)
+    def is_by_shape(self, layer: nn.Module) -> bool:
+        """Whether only shapes are wanted: a replay asks for them, or the weights are elsewhere."""
+        modes: Any = _get_current_function_mode_stack  # Untyped in torch.
+        return isinstance(layer.weight, Hole) or any(
+            isinstance(mode, ShapeMode) for mode in modes()
+        )
+
+    def by_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._uncut[0](*args, **kwargs)
+
+    def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's outputs of a product."""
+        return self.entrance.linear(self.values.whole(value), weight, bias)
+
+    def enter(self, value: Any) -> Any:
+        """An argument of a layer that takes whole ones."""
+        if not isinstance(value, Tensor):
+            return value
+        whole = self.values.whole(value)
+        return self.entrance(whole) if whole.is_floating_point() else whole
+
+    def own(self, value: Tensor, dim: int) -> Tensor:
+        return self.values.own(value, dim)
+
+    def leave_cut(self, local: Tensor, dim: int) -> Tensor:
+        """Outputs of this rank as what the layer gives; of whole shapes, without padding."""
+        values = self.values
+        if isinstance(values, LocalValues):
+            return gather_outputs(local, self.ranks, dim) if self.gathers else local
+        if local.shape[dim] != self.held:
+            local = local.narrow(dim, 0, self.held)
+        share = values.left(local, dim, self.cut.size, self.cut.segments)
+        if not self.gathers and values.is_share(share):
+            return share
+        whole = values.whole(share)
+        # What DTensor gives is a view of its own, which nobody may write into.
+        return whole.clone() if whole.requires_grad else whole
+
+    def held_weight(self, weight: Tensor) -> Tensor:
+        """This rank's share without padding."""
+        if weight.shape[self.cut.dim] == self.held:
+            return weight
+        return weight.narrow(self.cut.dim, 0, self.held)
 
 
-class RowLinear(nn.Linear):
-    """A linear layer from some of its inputs; the bias is added once, to the sum.
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
-    Args:
-        weight: ``[outputs, local inputs]``.
-        bias: ``[outputs]``, whole.
-        ranks: Whom to add up with.
-    """
 
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, *, ranks: TensorRanks
-    ) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.weight = weight
-        self.register_parameter("bias", bias)
-        self._ranks = ranks
+def _computed(forward: _Forward) -> _Forward:
+    """The forward of a cut layer, which alone takes the share of its weights."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., local inputs]`` to ``[..., outputs]``."""
-        total = leave(functional.linear(input, self.weight), self._ranks)
+    @functools.wraps(forward)
+    def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        share: CutLayer = layer.share
+        values = share.values
+        if isinstance(values, LocalValues):
+            return forward(layer, *args, **kwargs)
+        if share.is_by_shape(layer):
+            return share.by_shape(*args, **kwargs)
+        with values.taking_shares():
+            return forward(layer, *args, **kwargs)
+
+    return cast(_Forward, run)
+
+
+class _Column:
+    """``[..., inputs]`` to ``[..., local outputs]``."""
+
+    share: CutLayer
+    dim, cuts_bias = 0, True
+
+    @_computed
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight = self.weight if self.dim == 0 else self.weight.t()
+        return self.share.leave_cut(self.share.linear(input, weight, self.bias), -1)
+
+
+class _Row:
+    """``[..., local inputs]`` to ``[..., outputs]``; the bias is added once, to the sum."""
+
+    share: CutLayer
+    dim, cuts_bias = 1, False
+
+    @_computed
+    def forward(self: Any, input: Tensor) -> Tensor:
+        share = self.share
+        weight = share.held_weight(self.weight)
+        own = share.own(input, -1)
+        partial = functional.linear(own, weight if self.dim == 1 else weight.t())
+        total = leave(partial, share.ranks)
         return total if self.bias is None else total + self.bias
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """The vectors of some token ids; others come from the ranks that have them.
+class ColumnLinear(_Column, nn.Linear):
+    """Some of a linear layer's outputs.
 
-    Args:
-        weight: ``[local ids, hidden]``.
-        shard: How the table is cut.
-        ranks: Whom to add up with.
-        padding: The id whose vector gets no gradient; None if all do.
+    Attributes:
+        vocabulary: Which token ids the outputs are, for a head that leaves them to its user.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, *, shard: Shard, ranks: TensorRanks, padding: int | None = None
-    ) -> None:
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = weight.shape
-        own = None if padding is None else padding - shard.start(ranks.rank)
-        self.padding_idx = own if own is not None and 0 <= own < shard.held(ranks.rank) else None
-        self.max_norm = None
-        self.norm_type = 2.0
-        self.scale_grad_by_freq = False
-        self.sparse = False
-        self.weight = weight
-        self._first = shard.start(ranks.rank)
-        self._held = shard.held(ranks.rank)
-        self._ranks = ranks
+    vocabulary: VocabularyShare | None = None
 
+
+class RowLinear(_Row, nn.Linear):
+    """A linear layer from some of its inputs."""
+
+
+class _TransposedColumn(_Column, nn.Module):
+    """With a weight ``[inputs, outputs]``, as GPT-2's in transformers."""
+
+    dim = 1
+
+
+class _TransposedRow(_Row, nn.Module):
+    dim = 0
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """The vectors of some ids; others come from the ranks that have them."""
+
+    share: CutLayer
+    dim, cuts_bias = 0, False
+
+    @_computed
     def forward(self, input: Tensor) -> Tensor:
         """Ids ``[...]`` to vectors ``[..., hidden]``, whole on every rank."""
-        ids = input - self._first
-        elsewhere = (ids < 0) | (ids >= self._held)
+        share = self.share
+        first = share.cut.start(share.ranks.rank)
+        ids = share.values.whole(input) - first
+        elsewhere = (ids < 0) | (ids >= share.held)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < share.held:
+            padding = None
         vectors = functional.embedding(
-            ids.masked_fill(elsewhere, 0), self.weight, padding_idx=self.padding_idx
+            ids.masked_fill(elsewhere, 0), self.weight, padding_idx=padding
         )
         own = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return leave(own, self._ranks, whole=True)
+        return leave(own, share.ranks, whole=True)
+
+
+class _ColumnChannels:
+    """Some channels, or a part of every vector: what torch's own forward makes of the share."""
+
+    share: CutLayer
+    dim, cuts_bias = 1, True
+
+    @_computed
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        share = self.share
+        channels = self.weight.dim() - 1
+        groups = getattr(self, "groups", 1)
+        if groups == 1:
+            input, args, kwargs = rebuild((input, args, kwargs), share.enter)
+            local = super().forward(input, *args, **kwargs)  # type: ignore[misc]
+            return share.leave_cut(local, -channels)
+        # Of the rank's own channels.
+        self.groups = groups // share.ranks.size
+        try:
+            local = super().forward(share.own(input, -channels))  # type: ignore[misc]
+        finally:
+            self.groups = groups
+        return share.leave_cut(local, -channels)
+
+
+class _RowConvolution:
+    """Each rank has some channels of the input."""
+
+    share: CutLayer
+    dim, cuts_bias = 1, False
+
+    @_computed
+    def forward(self: Any, input: Tensor) -> Any:
+        share = self.share
+        channels = self.weight.dim() - 1
+        own = share.own(input, input.dim() - channels)
+        total = leave(self._conv_forward(own, share.held_weight(self.weight), None), share.ranks)
+        return total if self.bias is None else total + self.bias.view(-1, *(1,) * (channels - 1))
+
+
+class _RowTransposed:
+    """A transposed convolution of which each rank has some channels of the input."""
+
+    share: CutLayer
+    dim, cuts_bias = 0, False
+
+    @_computed
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
+        share = self.share
+        channels = self.weight.dim() - 1
+        own = share.own(input, input.dim() - channels)
+        if share.held != self.weight.shape[0]:
+            own = functional.pad(
+                own, (0, 0) * (channels - 1) + (0, self.weight.shape[0] - share.held)
+            )
+        kind: Any = next(kind for kind in type(self).__mro__ if kind in TRANSPOSED)
+        bias, self._parameters["bias"] = self.bias, None
+        try:
+            partial = kind.forward(self, own, output_size)
+        finally:
+            self._parameters["bias"] = bias
+        total = leave(partial, share.ranks)
+        return total if bias is None else total + bias.view(-1, *(1,) * (channels - 1))
+
+
+def _of(how: type[Any], kind: type[nn.Module], dim: int) -> type[Any]:
+    return type(how.__name__.strip("_") + kind.__name__, (how, kind), {"dim": dim})
+
+
+# torch's layer -> what it becomes by which style.
+KINDS: dict[type[nn.Module], dict[str, type[Any]]] = {
+    nn.Linear: {"column": ColumnLinear, "row": RowLinear},
+    nn.Embedding: {
+        "column": _of(_ColumnChannels, nn.Embedding, 1),
+        "vocabulary": VocabularyEmbedding,
+    },
+    nn.EmbeddingBag: {"column": _of(_ColumnChannels, nn.EmbeddingBag, 1)},
+    **{
+        kind: {"column": _of(_ColumnChannels, kind, 0), "row": _of(_RowConvolution, kind, 1)}
+        for kind in CONVOLUTIONS
+    },
+    **{
+        kind: {"column": _of(_ColumnChannels, kind, 1), "row": _of(_RowTransposed, kind, 0)}
+        for kind in TRANSPOSED
+    },
+}
+# transformers is not imported for its one class of such a layer.
+CONV1D: dict[str, type[Any]] = {"column": _TransposedColumn, "row": _TransposedRow}
+
+
+def _without_data(layer: nn.Module, sizes: Mapping[str, torch.Size]) -> nn.Module:
+    """The layer as it is, with shapes alone; without hooks, which are those of the other one."""
+    twin = type(layer).__new__(type(layer))
+    nn.Module.__init__(twin)
+    own = {key: value for key, value in layer.__dict__.items() if key not in twin.__dict__}
+    twin.__dict__.update(own)
+    twin.train(layer.training)
+    for name, parameter in layer._parameters.items():
+        meta = None
+        if parameter is not None:
+            empty = torch.empty(sizes[name], dtype=parameter.dtype, device="meta")
+            meta = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        twin.register_parameter(name, meta)
+    return twin
+
+
+# -- on the residual stream, where sequence parallelism cuts it ------------------------------------
 
 
 class SequenceDropout(nn.Dropout):
     """Dropout on a share of the sequence that drops what dropout on the whole would."""
 
-    def __init__(self, probability: float, *, ranks: TensorRanks) -> None:
-        super().__init__(probability)
-        self._ranks = ranks
+    ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input
         shape = list(input.shape)
-        shape[TIME] *= self._ranks.size
+        shape[TIME] *= self.ranks.size
         ones = torch.ones(shape, dtype=input.dtype, device=input.device)
         mask = functional.dropout(ones, self.p, training=True)
         # A view would keep the whole mask until the backward.
-        return input * self._ranks.share_along(mask, TIME).clone()
+        return input * self.ranks.share_along(mask, TIME).clone()
 
 
 class SplitOutput:
@@ -146,112 +358,3 @@ class SplitOutput:
 
     def __call__(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return output if self.whole else split_stream(output, self._ranks)
-
-
-class Turned:
-    """A layer that has become another one in its place, with the hooks and the mode that it has.
-
-    Whoever refers to the layer (a list, a second name, a forward that closes over it) finds the
-    other one. Modules differ in nothing but their class and their attributes.
-    """
-
-    def __init__(self, layer: nn.Module, other: nn.Module) -> None:
-        self._layer = layer
-        common = nn.Module().__dict__.keys()
-        self._kinds = type(layer), type(other)
-        self._other = {key: v for key, v in other.__dict__.items() if key not in common}
-        self._before = {key: v for key, v in layer.__dict__.items() if key in self._other}
-        self.turn(back=False)
-
-    def turn(self, *, back: bool) -> None:
-        """Into the other layer, or into the one that it was."""
-        for key in self._other:
-            self._layer.__dict__.pop(key, None)
-        self._layer.__dict__.update(self._before if back else self._other)
-        self._layer.__class__ = self._kinds[not back]
-
-
-# -- cross entropy and choice over logits that are cut along the vocabulary ------------------------
-#
-# No rank ever holds all logits: the forward exchanges three numbers per token, the backward none.
-
-_IGNORED = -100  # the target that torch's cross entropy leaves out
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyShare:
-    """Which token ids a rank's logits are for."""
-
-    shard: Shard
-    ranks: TensorRanks
-
-    @property
-    def first(self) -> int:
-        """The id of the first column."""
-        return self.shard.start(self.ranks.rank)
-
-    @property
-    def held(self) -> int:
-        """Columns that are token ids; the rest is padding and never counts."""
-        return self.shard.held(self.ranks.rank)
-
-
-def token_losses(logits: Tensor, targets: Tensor, share: VocabularyShare | None) -> Tensor:
-    """Negative log-probabilities ``[...]`` in at least float32, the same on every rank.
-
-    Args:
-        logits: ``[..., vocabulary]``, or this rank's share of them.
-        targets: ``[...]``; 0 where they are -100.
-        share: How the logits are cut; None where they are whole.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    if share is None:
-        losses = functional.cross_entropy(wide, targets.flatten(), reduction="none")
-    else:
-        losses = _TokenLosses.apply(wide, targets.flatten(), share)  # type: ignore[no-untyped-call]
-    return losses.view_as(targets)
-
-
-def most_probable(logits: Tensor, share: VocabularyShare | None) -> Tensor:
-    """The most probable token ids ``[...]``, the lowest among equals; arguments as above."""
-    if share is None:
-        return logits.argmax(dim=-1)
-    held = logits[..., : share.held]
-    if share.held:
-        highest, columns = held.max(dim=-1)
-        ids = columns + share.first
-    else:
-        highest = logits.new_full(logits.shape[:-1], -torch.inf)
-        ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    winners = share.ranks.gather(highest).argmax(dim=0, keepdim=True)
-    return share.ranks.gather(ids).gather(0, winners)[0]
-
-
-class _TokenLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare) -> Tensor:
-        held = logits[:, : share.held]
-        highest = held.amax(dim=-1) if share.held else logits.new_full(targets.shape, -torch.inf)
-        share.ranks.max_(highest)
-        shifted = held - highest.unsqueeze(-1)
-        columns = targets - share.first
-        elsewhere = (columns < 0) | (columns >= share.held)
-        columns = columns.masked_fill(elsewhere, 0).unsqueeze(-1)
-        picked = torch.zeros_like(highest)
-        if share.held:
-            picked = shifted.gather(-1, columns).squeeze(-1).masked_fill(elsewhere, 0)
-        exponentials = shifted.exp_()
-        sums = share.ranks.sum_(torch.stack([exponentials.sum(dim=-1), picked]))
-        ignored = targets == _IGNORED
-        ctx.save_for_backward(exponentials.div_(sums[0].unsqueeze(-1)), columns, elsewhere, ignored)
-        ctx.padding = logits.shape[-1] - share.held
-        return (sums[0].log() - sums[1]).masked_fill(ignored, 0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, columns, elsewhere, ignored = ctx.saved_tensors
-        weights = gradient.masked_fill(ignored, 0).unsqueeze(-1)
-        result = probabilities * weights
-        if result.shape[-1]:
-            result.scatter_add_(-1, columns, (-weights).masked_fill(elsewhere.unsqueeze(-1), 0))
-        return functional.pad(result, (0, ctx.padding)), None, None

@@ -16,15 +16,19 @@ from torch.distributed.tensor import Shard as Cut
 from torch.nn import functional
 
 from strategies.models.replay.hole import Function
-from strategies.models.tensor_parallel.sharded_layers import VocabularyShare, token_losses
 from strategies.models.tensor_parallel.tensor_ranks import Shard
+from strategies.models.tensor_parallel.vocabulary import VocabularyShare, token_losses
 
 if TYPE_CHECKING:
-    from strategies.models.tensor_parallel.share_values import ShareValues
+    from strategies.models.tensor_parallel.share_values import WholeShapeValues
 
 
 def _dropout(
-    values: ShareValues, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    values: WholeShapeValues,
+    input: Any,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Any:
     if not training or p == 0.0:
         return input
@@ -34,7 +38,7 @@ def _dropout(
     return input.mul_(mask) if inplace else input * mask
 
 
-def _mask(values: ShareValues, share: DTensor, p: float) -> Tensor:
+def _mask(values: WholeShapeValues, share: DTensor, p: float) -> Tensor:
     """This rank's share of what dropout on the whole value would multiply with."""
     local = share.to_local()
     ones = torch.ones(share.shape, dtype=local.dtype, device=local.device)
@@ -43,12 +47,12 @@ def _mask(values: ShareValues, share: DTensor, p: float) -> Tensor:
     return mask.redistribute(placements=share.placements)
 
 
-def _torch_dropout(values: ShareValues, input: Any, p: float, train: bool) -> Any:
+def _torch_dropout(values: WholeShapeValues, input: Any, p: float, train: bool) -> Any:
     return _dropout(values, input, p, train)
 
 
 def _attention(
-    values: ShareValues,
+    values: WholeShapeValues,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -95,7 +99,7 @@ def _cut_of(value: Tensor) -> int | None:
 
 
 def _batch_norm(
-    values: ShareValues,
+    values: WholeShapeValues,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -124,7 +128,7 @@ def _batch_norm(
 
 
 def _group_norm(
-    values: ShareValues,
+    values: WholeShapeValues,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -140,7 +144,7 @@ def _group_norm(
 
 
 def _instance_norm(
-    values: ShareValues,
+    values: WholeShapeValues,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -160,7 +164,7 @@ def _instance_norm(
 
 
 def _channel_by_channel(function: Function) -> Callable[..., Any]:
-    def run(values: ShareValues, input: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(values: WholeShapeValues, input: Any, *args: Any, **kwargs: Any) -> Any:
         others = any_share(args) or any_share(kwargs.values())
         if _cut_of(input) != 1 or input.dim() < 3 or others:
             return NotImplemented
@@ -171,7 +175,7 @@ def _channel_by_channel(function: Function) -> Callable[..., Any]:
 
 
 def _cross_entropy(
-    values: ShareValues,
+    values: WholeShapeValues,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,

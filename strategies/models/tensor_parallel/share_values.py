@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from strategies.errors import ModelError
 from strategies.models.nested import rebuild, tensors
 from strategies.models.replay.hole import (
+    WHOLE_SHAPE,
     Args,
     Function,
     Kwargs,
@@ -50,7 +51,7 @@ from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks, u
 _numbers = itertools.count()
 
 
-class ShareValues:
+class WholeShapeValues:
     """Makes shares of values and whole values of shares, for one group of ranks.
 
     Attributes:
@@ -83,16 +84,13 @@ class ShareValues:
         self.weights: dict[int, tuple[str, nn.Parameter, Shard]] = {}
         self.computing = 0  # cut layers whose forwards run, which take their shares
         self._wholes: dict[tuple[int, bool], tuple[str, Tensor, int]] = {}
-        # Layers that ``look_after`` was called for, and what they were before.
-        self.looked_after: list[tuple[nn.Module, type[nn.Module]]] = []
+        # Layers that ``look_after`` was called for, what they were before, and what they are.
+        self.looked_after: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
         self._entrances: list[Entrance] = []
         self._entered = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShareValues:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeShapeValues:
         return self  # Groups cannot be copied; a copy of a model has the same one.
-
-    def _mesh_of(self, kind: str) -> DeviceMesh:
-        return self._meshes[kind]
 
     def entrance(self) -> Entrance:
         """For layers that may read the same tensor."""
@@ -137,12 +135,7 @@ class ShareValues:
         looked_after = type(kind.__name__, (kind,), {"forward": forward})
         looked_after.__module__, looked_after.__qualname__ = kind.__module__, kind.__qualname__
         layer.__class__ = looked_after
-        self.looked_after.append((layer, kind))
-
-    @property
-    def allowed(self) -> bool:
-        """Whether somebody looks after shares at the moment."""
-        return self._entered > 0
+        self.looked_after.append((layer, kind, looked_after))
 
     @contextmanager
     def taking_shares(self) -> Iterator[None]:
@@ -161,6 +154,11 @@ class ShareValues:
             whole: Tensor = _WholeWeight.apply(parameter, shard, self.ranks)  # type: ignore[no-untyped-call]
             self._wholes[key] = name, whole, whole._version
         return self._wholes[key][1]
+
+    def hold(self, parameter: nn.Parameter, name: str, cut: Shard, shape: torch.Size) -> None:
+        """Takes a parameter for the share of a weight of this shape."""
+        self.weights[id(parameter)] = name, parameter, cut
+        vars(parameter)[WHOLE_SHAPE] = tuple(shape)
 
     def lost_write(self, name: str, what: str = "a step changes") -> ModelError:
         return ModelError(
@@ -183,7 +181,7 @@ class ShareValues:
         several = Parts(local, dim, parts) if parts > 1 else None
         share = DTensor.from_local(
             local,
-            self._mesh_of(local.device.type),
+            self._meshes[local.device.type],
             [Cut(dim) if several is None else placement(several)],
             run_check=False,
             shape=torch.Size(shape),
@@ -191,7 +189,7 @@ class ShareValues:
         )
         if several is not None:
             with_parts(share, several)
-        return share if self.allowed else self.whole(share)
+        return share if self._entered else self.whole(share)
 
     def whole(self, value: Tensor) -> Tensor:
         """All of a value, on every rank; what is no share goes through."""
@@ -219,7 +217,7 @@ class ShareValues:
         """A whole value as one that DTensor's operations take."""
         if isinstance(value, DTensor):
             return value
-        mesh = self._mesh_of(value.device.type)
+        mesh = self._meshes[value.device.type]
         return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
 
 
@@ -236,7 +234,7 @@ class _WholeWeight(torch.autograd.Function):
 
 
 class _BetweenLayers(TorchFunctionMode):
-    def __init__(self, values: ShareValues) -> None:
+    def __init__(self, values: WholeShapeValues) -> None:
         super().__init__()
         self._values = values
 

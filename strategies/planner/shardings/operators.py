@@ -69,7 +69,7 @@ class Choice:
         style: Of a layer; None for an operation without weights of its own.
         work: Share of the operator's work that a rank does.
         weights: Share of its weights that a rank has.
-        split_dim: Of the weight, as in a ``LayerShare``; likewise all that follow.
+        split_dim: Of the weight, as in a ``LayerSharding``; likewise all that follow.
     """
 
     inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""From the search's choices to a ``FoundPlan``: rows per pattern."""
+"""From the search's choices to a ``ShardingPlan``: rows per pattern."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strategies.planner.shardings.operators import (
 )
 from strategies.planner.shardings.prices import LIGHT_SHARE, Prices, pattern_of, small_operators
 from strategies.planner.shardings.search import Found, Search
-from strategies.sharding_plan import FoundPlan, LayerShare, matches
+from strategies.sharding_plan import LayerSharding, ShardingPlan, matches
 
 # Cutting light layers has to save more than this of a microbatch.
 _LEAST_GAIN = 0.005
@@ -46,7 +46,7 @@ class Excluded:
 class Solved(NamedTuple):
     """A plan, and the number of each operator's choice."""
 
-    plan: FoundPlan
+    plan: ShardingPlan
     picks: tuple[int, ...]
 
 
@@ -58,7 +58,7 @@ class Planner:
         self.prices = replace(prices, light=small_operators(graph))
         self._search = Search(graph, self.prices)
 
-    def found(self, bans: Sequence[Excluded] = ()) -> FoundPlan:
+    def found(self, bans: Sequence[Excluded] = ()) -> ShardingPlan:
         """The best plan without what is banned."""
         return self.solved(bans).plan
 
@@ -72,7 +72,7 @@ class Planner:
             best = self._search.best(self._numbers(bans))
         return Solved(self._plan(best.picks, self._rows(best.picks), bans), best.picks)
 
-    def priced(self, styles: Mapping[str, Collection[str]]) -> FoundPlan | None:
+    def priced(self, styles: Mapping[str, Collection[str]]) -> ShardingPlan | None:
         """The best plan of given styles, by layer name; None where they do not fit together.
 
         ``styles`` has all that a layer may be; a layer that it does not name is whole.
@@ -127,8 +127,8 @@ class Planner:
         return found
 
     def _plan(
-        self, picks: Sequence[int], rows: Sequence[LayerShare], bans: Sequence[Excluded]
-    ) -> FoundPlan:
+        self, picks: Sequence[int], rows: Sequence[LayerSharding], bans: Sequence[Excluded]
+    ) -> ShardingPlan:
         graph, prices = self.graph, self.prices
         seconds = sum(
             prices.of(o, o.choices[p]).seconds for o, p in zip(graph.operators, picks, strict=True)
@@ -145,7 +145,7 @@ class Planner:
             key = (operation, pattern_of(module))
             took = prices.of(operator, operator.choices[0]).seconds
             unknown[key] = unknown.get(key, 0.0) + took
-        plan = FoundPlan(
+        plan = ShardingPlan(
             tp=graph.tp,
             layers=tuple(rows),
             rows=round(graph.rows * prices.rows),
@@ -158,7 +158,7 @@ class Planner:
         reasons = (*self._reasons(plan, bans), *self._own_weights(picks, before))
         return replace(plan, reasons=reasons)
 
-    def _reasons(self, plan: FoundPlan, bans: Sequence[Excluded]) -> Iterator[str]:
+    def _reasons(self, plan: ShardingPlan, bans: Sequence[Excluded]) -> Iterator[str]:
         if not plan.worth:
             yield (
                 f"nothing is worth cutting over {plan.tp} ranks: tp=1 is as good. "
@@ -220,9 +220,9 @@ class Planner:
 
     # -- rows --------------------------------------------------------------------------------------
 
-    def _rows(self, picks: Sequence[int]) -> list[LayerShare]:
+    def _rows(self, picks: Sequence[int]) -> list[LayerSharding]:
         """One for all layers of a pattern where they are cut alike; else one for each name."""
-        single: dict[str, LayerShare] = {}
+        single: dict[str, LayerSharding] = {}
         entrances = {reader: value for value, reader in self._readers(picks).items()}
         paid = self._counted()
         for number, (operator, pick) in enumerate(zip(self.graph.operators, picks, strict=True)):
@@ -238,9 +238,9 @@ class Planner:
                     )
                 single[name] = _joined(single[name], row) if name in single else row
         left = dict(single)
-        rows: dict[str, LayerShare] = {}
+        rows: dict[str, LayerSharding] = {}
         for spelled in (pattern_of, _inner_pattern, str):
-            groups: dict[tuple[str, LayerShare], list[str]] = {}
+            groups: dict[tuple[str, LayerSharding], list[str]] = {}
             for name, row in left.items():
                 groups.setdefault((spelled(name), _alike(row)), []).append(name)
             for (pattern, _), members in groups.items():
@@ -266,10 +266,12 @@ class Planner:
             return []
         return sorted({name.rpartition(".")[0] for name in operator.parameters})
 
-    def _row(self, operator: Operator, choice: Choice, name: str, *, weights: bool) -> LayerShare:
+    def _row(
+        self, operator: Operator, choice: Choice, name: str, *, weights: bool
+    ) -> LayerSharding:
         price = self.prices.of(operator, choice)
         style = choice.style or "replicated"
-        return LayerShare(
+        return LayerSharding(
             pattern=name,
             style=style,
             kind=operator.kind or "parameter",
@@ -299,14 +301,14 @@ def _too_little() -> str:
     )
 
 
-def _alike(row: LayerShare) -> LayerShare:
+def _alike(row: LayerSharding) -> LayerSharding:
     """What rows of one pattern have in common."""
     return replace(
         row, pattern="", forward_bytes=0.0, backward_bytes=0.0, weight_bytes=0.0, seconds=0.0
     )
 
 
-def _joined(first: LayerShare, second: LayerShare) -> LayerShare:
+def _joined(first: LayerSharding, second: LayerSharding) -> LayerSharding:
     """A layer that is called again."""
     return replace(
         first,
@@ -317,7 +319,7 @@ def _joined(first: LayerShare, second: LayerShare) -> LayerShare:
     )
 
 
-def _summed(rows: Sequence[LayerShare], pattern: str) -> LayerShare:
+def _summed(rows: Sequence[LayerSharding], pattern: str) -> LayerSharding:
     found = rows[0]
     for row in rows[1:]:
         found = _joined(found, row)

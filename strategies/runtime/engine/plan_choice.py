@@ -11,9 +11,9 @@ from torch import nn
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.errors import PipelineError
-from strategies.models.tensor_parallel.unit_sharding import simple_plan
+from strategies.models.tensor_parallel.layer_plan import plan_by_sizes
 from strategies.runtime.step.microbatch import count_rows
-from strategies.sharding_plan import FoundPlan
+from strategies.sharding_plan import ShardingPlan
 
 # A script names no hardware. Orders of magnitude decide: what a message takes beside a product.
 _GPU = Hardware(
@@ -55,7 +55,7 @@ def chosen_plan(
     device: torch.device,
     costs: Any,
     num_microbatches: int,
-) -> FoundPlan:
+) -> ShardingPlan:
     """The best plan on this machine; the one that divides most, where none is faster than tp=1.
 
     Who asks for tp=2 may want the memory, so that is done and said.
@@ -80,7 +80,7 @@ def chosen_plan(
     if number_format not in hardware.named_peaks() and hardware.peak_flops is None:
         number_format = next(iter(hardware.named_peaks()))
 
-    def find(machine: Hardware) -> FoundPlan:
+    def find(machine: Hardware) -> ShardingPlan:
         return find_shardings(
             module,
             batch,
@@ -102,13 +102,13 @@ def chosen_plan(
             "good; its weights are divided all the same."
         )
         plan = find(_with_free_messages(hardware))
-        return plan if plan.worth else simple_plan(module, tp)
+        return plan if plan.worth else plan_by_sizes(module, tp)
     except PipelineError as error:
         rank_zero_info(
             f"tp={tp}: the operators of {name} cannot be looked at ({error}); its layers are "
             "divided in pairs, by their sizes."
         )
-        return simple_plan(module, tp)
+        return plan_by_sizes(module, tp)
 
 
 def _with_free_messages(hardware: Hardware) -> Hardware:

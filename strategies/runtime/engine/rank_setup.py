@@ -51,7 +51,7 @@ from strategies.runtime.update.post_validation import PostValidation
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
 from strategies.runtime.update.shared_rates import SharedRates
 from strategies.runtime.update.weight_versions import ErrorFeedback, WeightVersions
-from strategies.sharding_plan import FoundPlan, plan_from_json
+from strategies.sharding_plan import ShardingPlan, plan_from_json
 
 _SAVING_S = 3600.0
 
@@ -284,7 +284,7 @@ class RankSetup:
 
     def _shard(self, ranks: TensorRanks) -> None:
         """Cuts matrices as the first rank has found it, or refuses on all ranks."""
-        plan: FoundPlan | None = None
+        plan: ShardingPlan | None = None
         refused: ModelError | None = None
         try:
             search = partial(

@@ -32,7 +32,7 @@ MODES = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequen
 def cut(shape, sequence):
     module = LanguageModel(shape)
     model = UnitModel(module)
-    model.shard(FakeRanks(2, sequence=sequence))
+    model.shard(FakeRanks(2, sequence=sequence), model.sharding_plan(2, None))
     model.cut([range(shape.num_units)], [0])
     return module
 

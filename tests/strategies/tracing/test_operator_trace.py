@@ -11,7 +11,7 @@ from strategies.costs.hardware import Hardware
 from strategies.errors import ModelError
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
-from strategies.sharding_plan import FoundPlan, matches
+from strategies.sharding_plan import ShardingPlan, matches
 from strategies.tracing.operator_trace import trace_operators
 from strategies.tracing.trace import empty_weights
 
@@ -19,12 +19,12 @@ from strategies.tracing.trace import empty_weights
 SLOW = Hardware("slow", 1e9, 1.0, 100.0, 1e10, 1e10, 1e-7, 1e10, 1e-7, 8)
 
 
-def found(module: nn.Module, batch, *, tp: int = 2, machine: Hardware = SLOW) -> FoundPlan:
+def found(module: nn.Module, batch, *, tp: int = 2, machine: Hardware = SLOW) -> ShardingPlan:
     (graph,) = trace_operators(module, batch, len(batch[0]), [tp])
     return Planner(graph, Prices(machine, tp)).found()
 
 
-def styles(plan: FoundPlan) -> dict[str, str]:
+def styles(plan: ShardingPlan) -> dict[str, str]:
     """Of what is cut, by pattern."""
     return {row.pattern: row.style for row in plan.layers if row.style != "replicated"}
 

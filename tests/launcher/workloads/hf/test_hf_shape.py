@@ -194,7 +194,7 @@ def test_parameters_per_unit_are_those_of_the_cut_module(family, changes, tmp_pa
     with torch.device("meta"):
         module = HfLanguageModel(shape)
     model = UnitModel(module)
-    model.shard(FakeRanks(2))
+    model.shard(FakeRanks(2), model.sharding_plan(2, None))
     model.cut([range(len(model.units))], [0])
     seen: set[int] = set()
     for (name, unit), share in zip(module.pipeline_units(), model_shares(shape, 2), strict=True):
@@ -232,6 +232,5 @@ def test_heads_stay_whole_where_the_parent_did_not_look(tmp_path):
     write_model(tmp_path, "llama")
     with torch.device("meta"):
         model = UnitModel(HfLanguageModel(shape_of(tmp_path)))
-    model.shard(FakeRanks(4))
-    with pytest.raises(ModelError, match=r"tp=4 does not divide the 2 blocks of 8 .*k_proj"):
-        model.cut([range(5)], [0])
+    with pytest.raises(ModelError, match=r"tp=4: .* even over 4 ranks in blocks of 8\. Try tp=2"):
+        model.shard(FakeRanks(4), model.sharding_plan(4, None))

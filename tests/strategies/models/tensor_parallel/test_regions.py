@@ -8,8 +8,8 @@ from torch.nn import functional
 from strategies.models.selective.region import SelectiveLayer
 from strategies.models.split_backward.autograd_graph import walk
 from strategies.models.split_backward.input_step import input_backward
-from strategies.models.tensor_parallel.regions import Entrance
-from strategies.models.tensor_parallel.sharded_layers import ColumnLinear, RowLinear
+from strategies.models.tensor_parallel.layer_plan import declared_plan
+from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.runtime.step.activation_bytes import saved_tensors
 from strategies.runtime.step.stage_compute import backward_under_sums
 from tests.strategies.models.tensor_parallel.fake_ranks import FakeRanks
@@ -21,15 +21,16 @@ class Half(nn.Module):
     def __init__(self, ranks):
         super().__init__()
         torch.manual_seed(0)
-        entrance = Entrance(ranks)
-        entrance.forget_after(self)
+        inner = 6 * ranks.size
         self.norm = nn.LayerNorm(4)
-        self.columns = nn.ModuleList(
-            ColumnLinear(nn.Parameter(torch.randn(6, 4)), None, entrance=entrance) for _ in range(3)
-        )
-        self.row = RowLinear(
-            nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4)), ranks=ranks
-        )
+        self.columns = nn.ModuleList(nn.Linear(4, inner, bias=False) for _ in range(3))
+        self.row = nn.Linear(inner, 4)
+        for layer in (*self.columns, self.row):
+            nn.init.normal_(layer.weight)
+        Sharding(self, declared_plan(self, ranks.size), ranks).apply()
+
+    def tensor_parallel_plan(self):
+        return {"columns.*": "colwise", "row": "rowwise"}
 
     def forward(self, stream):
         normed = self.norm(stream)

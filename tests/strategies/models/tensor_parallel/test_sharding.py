@@ -11,26 +11,26 @@ from torch.nn import functional
 
 from strategies.errors import ModelError
 from strategies.models.tensor_parallel import share_values
-from strategies.models.tensor_parallel.plan_sharding import _turn as turn_of
-from strategies.models.tensor_parallel.plan_sharding import plan_by_hand
+from strategies.models.tensor_parallel.layer_plan import (
+    Column,
+    Replicated,
+    Row,
+    Split,
+    Stream,
+    Vocabulary,
+    declared_plan,
+    plan_by_sizes,
+    read_style,
+)
 from strategies.models.tensor_parallel.sharded_layers import (
     ColumnLinear,
     RowLinear,
     SequenceDropout,
     VocabularyEmbedding,
 )
-from strategies.models.tensor_parallel.sharding import (
-    Column,
-    Replicated,
-    Row,
-    Sharding,
-    Split,
-    Stream,
-    Vocabulary,
-    read_style,
-)
+from strategies.models.tensor_parallel.sharding import Sharding, _kind
 from strategies.models.unit_model import UnitModel
-from strategies.sharding_plan import LayerShare
+from strategies.sharding_plan import LayerSharding
 from tests.strategies.models.tensor_parallel.fake_ranks import FakeRanks
 
 
@@ -66,6 +66,19 @@ class Net(nn.Module):
         return tensors[0].sum()
 
 
+def cut(net, within, ranks=None):
+    ranks = ranks or FakeRanks()
+    sharding = Sharding(net, declared_plan(net, ranks.size), ranks)
+    sharding.apply(within)
+    return sharding
+
+
+def sharded(net, ranks=None):
+    model, ranks = UnitModel(net), ranks or FakeRanks()
+    model.shard(ranks, model.sharding_plan(ranks.size, None))
+    return model
+
+
 PLANS = {
     "ours": {
         "table": Vocabulary(),
@@ -99,8 +112,7 @@ PLANS = {
 def test_layers_keep_their_names_and_a_share_of_their_weights(plan, sequence):
     net = Net(plan)
     whole = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    model = UnitModel(net)
-    model.shard(FakeRanks(sequence=sequence))
+    model = sharded(net, FakeRanks(sequence=sequence))
     model.cut([range(4)], [0])
     assert net.state_dict().keys() == whole.keys()
     for name, value in net.state_dict().items():
@@ -122,10 +134,8 @@ def test_layers_keep_their_names_and_a_share_of_their_weights(plan, sequence):
 
 
 def test_a_gathered_column_layer_gives_all_outputs():
-    ranks = FakeRanks()
     net = Net({"blocks.*.up": "colwise_gather_output"})
-    sharding = Sharding(net, ranks)
-    sharding.apply(net, "blocks.0")
+    cut(net, "blocks.0")
     assert net.blocks[0].up(torch.ones(2, 4)).shape == (2, 6)
     assert net.blocks[0].up.weight.shape == (3, 4)
     assert read_style("up", ColwiseParallel(output_layouts=Replicate())) == Column(gather=True)
@@ -133,15 +143,12 @@ def test_a_gathered_column_layer_gives_all_outputs():
 
 def test_weights_trained_on_a_share_of_the_heads_are_added_up():
     net = Net({"blocks.*.norm": "replicated_with_grad_allreduce"})
-    sharding = Sharding(net, FakeRanks())
-    sharding.apply(net, "blocks.1")
-    assert sharding.partial == {"blocks.1.norm.weight", "blocks.1.norm.bias"}
+    assert cut(net, "blocks.1").partial == {"blocks.1.norm.weight", "blocks.1.norm.bias"}
 
 
 def test_a_split_module_hands_on_its_share_of_the_sequence():
     net = Net({"table": Split()})
-    sharding = Sharding(net, FakeRanks(sequence=True))
-    sharding.apply(net, "table")
+    cut(net, "table", FakeRanks(sequence=True))
     assert net.table(torch.zeros(3, 8, dtype=torch.int64)).shape == (3, 4, 4)
 
 
@@ -149,38 +156,57 @@ def test_a_split_module_hands_on_its_share_of_the_sequence():
     ("plan", "tp", "message"),
     [
         ({"blocks.*.uup": "colwise"}, 2, "names 'blocks.*.uup', and Net has no module"),
-        ({"blocks.*.up": "colwise"}, 4, "tp=4 does not divide the 6 that blocks.0.up"),
+        (
+            {"blocks.*.up": "colwise"},
+            4,
+            "tp=4: tensor_parallel_plan() has Column() for blocks.0.up, but its 6 do not come out "
+            "even over 4 ranks. Try tp=3.",
+        ),
         (
             {"blocks.*.up": Column(block=2)},
             2,
-            "tp=2 does not divide the 3 blocks of 2 that blocks.0.up is cut into. Try tp=1.",
+            "Column() for blocks.0.up, but its 6 do not come out even over 2 ranks in blocks of 2. "
+            "Try tp=1.",
         ),
-        ({"blocks.*.down": "rowwise"}, 4, "tp=4 does not divide the 6 that blocks.0.down"),
-        ({"blocks.*.norm": "colwise"}, 2, "for blocks.0.norm, which is a LayerNorm"),
+        ({"blocks.*.down": "rowwise"}, 4, "Row() for blocks.0.down, but its 6 do not come out"),
+        (
+            {"blocks.*.norm": "colwise"},
+            2,
+            "for blocks.0.norm, but LayerNorm is computed whole on every rank. Leave it out of",
+        ),
+        ({"table": "rowwise"}, 2, "Row() for table, but Embedding has no inputs to be cut by."),
+        ({"table": "embedding_rowwise"}, 2, "for table, but its weight is that of head, too. L"),
         ({"blocks.*.up": "columns"}, 2, "has 'columns' for blocks.*.up. Use Column()"),
     ],
 )
 def test_a_wrong_plan_is_refused_with_its_entry(plan, tp, message):
     net = Net(plan)
     with pytest.raises(ModelError, match=re.escape(message)):
-        sharding = Sharding(net, FakeRanks(tp))
-        sharding.apply(net, "blocks.0")
+        cut(net, "blocks.0", FakeRanks(tp))
 
 
 class Silent(Net):
     tensor_parallel_plan = None
 
 
-def test_a_module_without_a_plan_is_told_how_to_declare_one():
-    with pytest.raises(ModelError, match=r"tp=2, but Silent does not say .*tensor_parallel_plan"):
-        UnitModel(Silent({})).shard(FakeRanks())
+PAIR = {"up": "column", "down": "row"}
+
+
+def test_a_module_without_a_plan_gets_one_by_its_layers_sizes():
+    net = Silent({})
+    found = UnitModel(net).sharding_plan(2, None)
+    assert found == plan_by_sizes(net, 2)
+    assert not found.written_for_shares
+    assert {row.pattern: row.style for row in found.layers} == {
+        "head": "vocabulary",
+        **{f"blocks.{i}.{name}": style for i in (0, 1) for name, style in PAIR.items()},
+    }
 
 
 def test_a_unit_that_is_a_layer_itself_is_replaced_where_it_runs():
     net = Net({"table": "embedding_rowwise", "head": "colwise_gather_output"})
     net.head = nn.Linear(4, 6)
-    model = UnitModel(net)
-    model.shard(FakeRanks())
+    model = sharded(net)
     model.cut([range(1), range(1, 3), range(3, 4)], [0, 1, 2])
     assert model.stage_parameters(0).__next__()[1] is net.table.weight
     assert net.table.weight.shape == (3, 4)
@@ -195,8 +221,7 @@ def test_a_padding_id_gets_no_gradient_on_the_rank_that_has_it():
     net = Net({"table": "embedding_rowwise"})
     net.table = nn.Embedding(6, 4, padding_idx=1)
     net.head = nn.Linear(4, 5)
-    sharding = Sharding(net, FakeRanks())
-    sharding.apply(net, "table")
+    cut(net, "table")
     net.table(torch.tensor([0, 1, 2, 5])).sum().backward()
     # Ids 0, 1 and 2 are here; 5 is the other rank's.
     assert net.table.weight.grad.sum(1).tolist() == [4, 0, 4]
@@ -206,14 +231,14 @@ def test_a_layer_stays_the_same_object_with_its_hooks():
     net = Net({"blocks.*.up": "colwise"})
     layer, called = net.blocks[0].up, []
     layer.register_forward_hook(lambda *_: called.append(1))
-    Sharding(net, FakeRanks()).apply(net, "blocks.0")
+    cut(net, "blocks.0")
     assert net.blocks[0].up is layer
     assert layer(torch.ones(2, 4)).shape == (2, 3)
     assert called == [1]
 
 
-def test_of_two_patterns_the_later_one_holds_in_plans_of_replayed_modules_too():
-    plan = plan_by_hand(Net({"blocks.*.up": Column(), "blocks.0.up": Replicated()}), 2)
+def test_of_two_patterns_the_later_one_holds():
+    plan = declared_plan(Net({"blocks.*.up": Column(), "blocks.0.up": Replicated()}), 2)
     assert plan is not None
     styles = [plan.layer(f"blocks.{number}.up").style for number in range(2)]
     assert styles == ["replicated", "column"]
@@ -221,10 +246,10 @@ def test_of_two_patterns_the_later_one_holds_in_plans_of_replayed_modules_too():
 
 @pytest.mark.parametrize(("block", "parts", "cut"), [(3, 2, True), (2, 2, False), (2, 3, True)])
 def test_what_must_stay_together_is_not_cut_apart(block: int, parts: int, cut: bool):
-    row = LayerShare("up", "column", "linear", 0, block=block)
-    answer = turn_of(nn.Linear(4, 6), row, parts)
-    assert isinstance(answer, tuple) == cut
-    assert cut or answer == "its 6 are no blocks of 2 for each of 2 ranks"
+    row = LayerSharding("up", "column", "linear", 0, block=block)
+    answer = _kind(nn.Linear(4, 6), row, parts, even=False)
+    assert isinstance(answer, type) == cut
+    assert cut or answer == "its 6 do not come out even over 2 ranks in blocks of 2"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from strategies.models.tensor_parallel.sharded_layers import (
+from strategies.models.tensor_parallel.tensor_ranks import Shard
+from strategies.models.tensor_parallel.vocabulary import (
     VocabularyShare,
     most_probable,
     token_losses,
 )
-from strategies.models.tensor_parallel.tensor_ranks import Shard
 
 
 class Recorded:
