@@ -21,14 +21,8 @@ from launcher.workloads.transformer import Head, SeededUnit, Transformer, initia
 from launcher.workloads.transformer_shape import UNIT_PREFIX, TransformerShape, unit_costs
 from strategies.errors import DataError, PlanError
 from strategies.models.experts import Mixture
-from strategies.models.tensor_parallel.layer_plan import (
-    Column,
-    Row,
-    Split,
-    Stream,
-    Style,
-    Vocabulary,
-)
+from strategies.models.tensor_parallel import Column, Row, Split, Stream, Vocabulary
+from strategies.models.tensor_parallel.layer_plan import Style
 from strategies.models.tensor_parallel.sharded_layers import ColumnLinear
 from strategies.models.tensor_parallel.vocabulary import (
     VocabularyShare,

@@ -139,12 +139,6 @@ class UnitModel(StageModel):
         self._selective = selection.layers_of(self._runs)
         self._joined = selection.joined
 
-    @property
-    def declares_plan(self) -> bool:
-        """Whether the module says how its layers are cut over ranks."""
-        declare = getattr(self._module, "tensor_parallel_plan", None)
-        return callable(declare) and declare() is not None
-
     def show(self, microbatch: Any) -> None:
         """Gives a microbatch, by whose shapes shardings are found; without, sizes decide."""
         self._example = microbatch

@@ -124,12 +124,11 @@ class _Uses(TorchFunctionMode):
         self._module = module
         self._foreign = foreign
         self._running: list[nn.Module] = []
-        self._owners: dict[int, tuple[str, list[nn.Module]]] = {}
+        self._owners: dict[int, list[tuple[str, nn.Module]]] = {}
         for path, child in module.named_modules():
             for own, parameter in child._parameters.items():
-                if parameter is not None:
-                    name = f"{path}.{own}" if path else own
-                    self._owners.setdefault(id(parameter), (name, []))[1].append(child)
+                name = f"{path}.{own}" if path else own
+                self._owners.setdefault(id(parameter), []).append((name, child))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -154,19 +153,12 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         for leaf in tensors((args, kwargs)) if name != "__get__" else ():
-            known = self._owners.get(id(leaf))
+            owners = self._owners.get(id(leaf), [])
             running = self._running[-1] if self._running else None
-            if known is not None and not any(owner is running for owner in known[1]):
-                for owner in known[1]:
-                    self._note(owner, leaf)
+            if not any(owner is running for _, owner in owners):
+                for owned, _ in owners:
+                    self._foreign.setdefault(owned, user_line())
         return func(*args, **kwargs)
-
-    def _note(self, owner: nn.Module, leaf: Tensor) -> None:
-        for path, child in self._module.named_modules():
-            if child is owner:
-                for own, parameter in child._parameters.items():
-                    if parameter is leaf:
-                        self._foreign.setdefault(f"{path}.{own}" if path else own, user_line())
 
 
 # Libraries compute norms and rotary tables in 32 bits whatever the weights are.

@@ -57,11 +57,12 @@ class LocalValues:
 
 
 class CutLayer:
-    """What all of these have: who shares, how the weight is cut, and the layer as it was.
+    """What all of these have.
 
     Attributes:
         cut: Of ``weight``.
         gathers: Whether every rank gets all of the outputs.
+        uncut: The layer as it was, with shapes alone, where outputs have whole shapes.
     """
 
     def __init__(
@@ -83,17 +84,7 @@ class CutLayer:
         self.held = cut.held(ranks.rank)
         # In a tuple: it is nobody's child and has no weights.
         local = isinstance(values, LocalValues)
-        self._uncut = () if local else (_without_data(layer, sizes),)
-
-    def is_by_shape(self, layer: nn.Module) -> bool:
-        """Whether only shapes are wanted: a replay asks for them, or the weights are elsewhere."""
-        modes: Any = _get_current_function_mode_stack  # Untyped in torch.
-        return isinstance(layer.weight, Hole) or any(
-            isinstance(mode, ShapeMode) for mode in modes()
-        )
-
-    def by_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self._uncut[0](*args, **kwargs)
+        self.uncut = () if local else (_without_data(layer, sizes),)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs of a product."""
@@ -105,9 +96,6 @@ class CutLayer:
             return value
         whole = self.values.whole(value)
         return self.entrance(whole) if whole.is_floating_point() else whole
-
-    def own(self, value: Tensor, dim: int) -> Tensor:
-        return self.values.own(value, dim)
 
     def leave_cut(self, local: Tensor, dim: int) -> Tensor:
         """Outputs of this rank as what the layer gives; of whole shapes, without padding."""
@@ -142,8 +130,10 @@ def _computed(forward: _Forward) -> _Forward:
         values = share.values
         if isinstance(values, LocalValues):
             return forward(layer, *args, **kwargs)
-        if share.is_by_shape(layer):
-            return share.by_shape(*args, **kwargs)
+        # Whether only shapes are wanted: a replay asks for them, or the weights are elsewhere.
+        modes: Any = _get_current_function_mode_stack  # Untyped in torch.
+        if isinstance(layer.weight, Hole) or any(isinstance(mode, ShapeMode) for mode in modes()):
+            return share.uncut[0](*args, **kwargs)
         with values.taking_shares():
             return forward(layer, *args, **kwargs)
 
@@ -172,7 +162,7 @@ class _Row:
     def forward(self: Any, input: Tensor) -> Tensor:
         share = self.share
         weight = share.held_weight(self.weight)
-        own = share.own(input, -1)
+        own = share.values.own(input, -1)
         partial = functional.linear(own, weight if self.dim == 1 else weight.t())
         total = leave(partial, share.ranks)
         return total if self.bias is None else total + self.bias
@@ -243,46 +233,29 @@ class _ColumnChannels:
         # Of the rank's own channels.
         self.groups = groups // share.ranks.size
         try:
-            local = super().forward(share.own(input, -channels))  # type: ignore[misc]
+            local = super().forward(share.values.own(input, -channels))  # type: ignore[misc]
         finally:
             self.groups = groups
         return share.leave_cut(local, -channels)
 
 
-class _RowConvolution:
-    """Each rank has some channels of the input."""
+class _RowChannels:
+    """Each rank has some channels of the input; the bias is added once, to the sum."""
 
     share: CutLayer
     dim, cuts_bias = 1, False
 
     @_computed
-    def forward(self: Any, input: Tensor) -> Any:
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         share = self.share
         channels = self.weight.dim() - 1
-        own = share.own(input, input.dim() - channels)
-        total = leave(self._conv_forward(own, share.held_weight(self.weight), None), share.ranks)
-        return total if self.bias is None else total + self.bias.view(-1, *(1,) * (channels - 1))
-
-
-class _RowTransposed:
-    """A transposed convolution of which each rank has some channels of the input."""
-
-    share: CutLayer
-    dim, cuts_bias = 0, False
-
-    @_computed
-    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Any:
-        share = self.share
-        channels = self.weight.dim() - 1
-        own = share.own(input, input.dim() - channels)
-        if share.held != self.weight.shape[0]:
-            own = functional.pad(
-                own, (0, 0) * (channels - 1) + (0, self.weight.shape[0] - share.held)
-            )
-        kind: Any = next(kind for kind in type(self).__mro__ if kind in TRANSPOSED)
+        own = share.values.own(input, -channels)
+        padding = self.weight.shape[self.dim] - share.held
+        if padding:
+            own = functional.pad(own, (0, 0) * (channels - 1) + (0, padding))
         bias, self._parameters["bias"] = self.bias, None
         try:
-            partial = kind.forward(self, own, output_size)
+            partial = super().forward(own, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._parameters["bias"] = bias
         total = leave(partial, share.ranks)
@@ -302,11 +275,11 @@ KINDS: dict[type[nn.Module], dict[str, type[Any]]] = {
     },
     nn.EmbeddingBag: {"column": _of(_ColumnChannels, nn.EmbeddingBag, 1)},
     **{
-        kind: {"column": _of(_ColumnChannels, kind, 0), "row": _of(_RowConvolution, kind, 1)}
+        kind: {"column": _of(_ColumnChannels, kind, 0), "row": _of(_RowChannels, kind, 1)}
         for kind in CONVOLUTIONS
     },
     **{
-        kind: {"column": _of(_ColumnChannels, kind, 1), "row": _of(_RowTransposed, kind, 0)}
+        kind: {"column": _of(_ColumnChannels, kind, 1), "row": _of(_RowChannels, kind, 0)}
         for kind in TRANSPOSED
     },
 }

@@ -98,10 +98,10 @@ class Sharding:
         self.kept: dict[str, str] = {}
         self._module = module
         self._plan = plan
-        self._names: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), []).append(name)
-        self._tied = {name: own for own in self._names.values() for name in own}
+            names.setdefault(id(parameter), []).append(name)
+        self._tied = {name: own for own in names.values() for name in own}
         if not plan.written_for_shares and ranks.sequence:
             raise ModelError(
                 f"sequence_parallel=true cuts a residual stream, and {type(module).__name__} does "
@@ -111,12 +111,18 @@ class Sharding:
         self._rows: dict[str, LayerSharding] = {}
         self._found = self._read(foreign)
         if not plan.written_for_shares and not self._found:
-            raise self._nothing()
+            why = [f"{layer}: {reason}" for layer, reason in list(self.kept.items())[:3]]
+            because = f" ({'; '.join(why)})" if why else ""
+            raise ModelError(
+                f"tp={ranks.size}: no layer of {type(module).__name__} is worth cutting{because}. "
+                "tp=1 is as good: use tp=1."
+            )
         self.values = LocalValues() if plan.written_for_shares else WholeShapeValues(ranks)
         # Of parameters that are shares by now: how, and the shape of the whole.
         self._shares: dict[int, tuple[nn.Parameter, Shard, torch.Size]] = {}
         self._turned: dict[str, _Turned] = {}
         self._splits: list[SplitOutput] = []
+        self._whole = False
 
     def apply(self, within: str = "") -> None:
         """Cuts the layers of a module of this name, which have their weights; "" is for all."""
@@ -156,8 +162,6 @@ class Sharding:
         for split in self._splits:
             split.whole = whole
 
-    _whole = False
-
     @contextmanager
     def uncut(self, within: str) -> Iterator[None]:
         """Inside, a module's layers are whole, with the present weights; collective."""
@@ -186,7 +190,10 @@ class Sharding:
     def _read(self, foreign: Mapping[str, str]) -> dict[str, type[Any]]:
         """What layers become, by name; those of tied weights alike, or not at all."""
         found: dict[str, type[Any]] = {}
+        users: dict[int, list[str]] = {}  # of a parameter, each layer once
         for name, layer in self._module.named_modules():
+            for parameter in layer._parameters.values():
+                users.setdefault(id(parameter), []).append(name)
             row = self._plan.layer(name) if name else None
             if row is None:
                 continue
@@ -200,16 +207,15 @@ class Sharding:
                 self._keep(name, layer, kind)
             else:
                 found[name] = kind
-        for own in self._names.values():
+        users.pop(id(None), None)
+        for layers in users.values():
             # A tied weight: all of its layers are cut along the same dimension.
-            layers = {name.rpartition(".")[0] for name in own}
-            dims = {found[layer].dim if layer in found else None for layer in layers}
-            if len(layers) > 1 and len(dims) > 1:
-                for name in sorted(layers & found.keys()):
-                    others = ", ".join(sorted(layers - {name}))
-                    layer = self._module.get_submodule(name)
-                    self._keep(name, layer, f"its weight is that of {others}, too")
-                    del found[name]
+            dims = {found[name].dim if name in found else None for name in layers}
+            for name in [name for name in layers if name in found] if len(dims) > 1 else ():
+                others = ", ".join(other for other in layers if other != name)
+                layer = self._module.get_submodule(name)
+                self._keep(name, layer, f"its weight is that of {others}, too")
+                del found[name]
         return found
 
     def _watched(self, name: str, layer: nn.Module, foreign: Mapping[str, str]) -> str | None:
@@ -236,14 +242,6 @@ class Sharding:
                 fix=f"Try tp={fit}." if fit < tp else "Leave it out of the plan, or use tp=1.",
             )
 
-    def _nothing(self) -> ModelError:
-        why = [f"{layer}: {reason}" for layer, reason in list(self.kept.items())[:3]]
-        because = f" ({'; '.join(why)})" if why else ""
-        return ModelError(
-            f"tp={self.ranks.size}: no layer of {type(self._module).__name__} is worth cutting"
-            f"{because}. tp=1 is as good: use tp=1."
-        )
-
     def _entrance(self, unit: nn.Module) -> Entrance:
         if isinstance(self.values, WholeShapeValues):
             return self.values.entrance()
@@ -266,11 +264,9 @@ class Sharding:
         sizes = {own: known[own][2] if own in known else p.shape for own, p in present.items()}
         size = sizes["weight"][kind.dim]
         segments = row.segments if row.style == "column" else 1
-        cut = (
-            known["weight"][1]
-            if "weight" in known
-            else (Shard(kind.dim, size, ranks.size, segments))
-        )
+        cut = Shard(kind.dim, size, ranks.size, segments)
+        if "weight" in known:
+            cut = known["weight"][1]
         gathers = row.style == "column" and row.whole_output
         share = CutLayer(layer, sizes, values, entrance, cut, ranks, gathers=gathers)
         parts = {"weight": cut}

@@ -28,6 +28,7 @@ from strategies.models.nested import replaced
 from strategies.models.replay.gate import MARKER, steps_refused, unchanged, unwatched
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.state import Generators
+from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.runtime.lightning.data_order import Looked
 from strategies.runtime.lightning.manual_optimization import hide_states, manual_model
@@ -56,7 +57,7 @@ def stage_model_of(
     """
     if isinstance(module, HasUnits):
         declared = UnitModel(module)
-        if shared and not declared.declares_plan:
+        if shared and declared_plan(module, 1) is None:
             found = _first_batch(trainer, module, looked)
             declared.show(_microbatch(found, num_microbatches))
         return declared

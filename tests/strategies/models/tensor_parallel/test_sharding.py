@@ -237,6 +237,26 @@ def test_a_layer_stays_the_same_object_with_its_hooks():
     assert called == [1]
 
 
+def test_a_layer_of_two_names_is_cut_once():
+    net = Net({"blocks.*.up": "colwise"})
+    net.first = net.blocks[0].up
+    sharding = cut(net, "blocks.0")
+    assert net.first.weight.shape == (3, 4)
+    assert {"blocks.0.up.weight", "first.weight"} <= set(sharding.shards)
+
+
+def test_convolutions_of_code_for_shares_give_their_own_channels_or_sums():
+    net = Net({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    block = net.blocks[0]
+    block.up, block.down = nn.Conv2d(4, 6, 3, padding=1), nn.ConvTranspose2d(6, 4, 2, stride=2)
+    whole = block.down.weight.detach().clone()
+    cut(net, "blocks.0")
+    image = torch.randn(2, 4, 5, 5)
+    assert block.up(image).shape == (2, 3, 5, 5)
+    expected = functional.conv_transpose2d(block.up(image), whole[:3], block.down.bias, stride=2)
+    assert torch.allclose(block.down(block.up(image)), expected)
+
+
 def test_of_two_patterns_the_later_one_holds():
     plan = declared_plan(Net({"blocks.*.up": Column(), "blocks.0.up": Replicated()}), 2)
     assert plan is not None
