@@ -42,14 +42,16 @@ def gradients(
     module, batch = build(name, folder)
     model, ranks = UnitModel(module), None
     if written_for_shares is not None:
-        ranks = TensorRanks(torch.distributed.group.WORLD)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        ranks = TensorRanks(group)
         plan = declared_plan(module, ranks.size)
         assert plan is not None
         model.shard(ranks, replace(plan, written_for_shares=written_for_shares))
     model.cut([range(len(model.units))], [0])
     output = model.forward(0, (), batch=batch, batch_idx=0, microbatch=0, mode="train", seed=None)
     assert output.loss is not None
-    output.loss.backward()
+    output.loss.backward()  # type: ignore[no-untyped-call]
     found: dict[str, Tensor] = {}
     for parameter_name, parameter in model.stage_parameters(0):
         assert parameter.grad is not None

@@ -8,7 +8,7 @@ each unit's first microbatch, for which its weights are put together from all ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from strategies.models.tensor_parallel.plan_check import (
     tried,
     watched,
 )
+from strategies.models.tensor_parallel.sharded_layers import LocalValues
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.models.tensor_parallel.share_values import WholeShapeValues
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
@@ -85,13 +86,12 @@ def cut_layers(
     for tensor in (*module.parameters(), *module.buffers()):
         ranks.broadcast_(tensor.detach())
     with unchanged(module):
-        whole = _numbers(module, example, None)
+        whole = _numbers(module, example, LocalValues())
     sharding = Sharding(module, plan, ranks, whole.foreign)
-    assert isinstance(sharding.values, WholeShapeValues)
+    values = sharding.values
+    assert isinstance(values, WholeShapeValues)
     sharding.apply()
-    cut = tried(
-        lambda: _numbers(module, example, sharding), sharding.values, lambda: unchanged(module)
-    )
+    cut = tried(lambda: _numbers(module, example, values), values, lambda: unchanged(module))
     kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=_coarseness)
     with example.around():
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -104,14 +104,11 @@ def cut_layers(
 
 
 def _numbers(
-    module: LightningModule,
-    example: Example,
-    sharding: Sharding | None,
+    module: LightningModule, example: Example, values: LocalValues | WholeShapeValues
 ) -> StepNumbers:
     """One step, forward and backward, of the microbatch that the module was probed with."""
     batch = cloned(example.batch)
     logs = LogCapture(lambda value: False)
-    values = None if sharding is None else sharding.values
 
     def step() -> Any:
         return call_step(module, example.mode, batch, 0, example.dataloader_idx)
@@ -122,9 +119,9 @@ def _numbers(
         return run_step(
             module,
             step,
-            around=nullcontext() if values is None else values.between_layers(),
-            whole=(lambda value: value) if values is None else values.whole_of,
-            uses=values is None,
+            around=values.between_layers(),
+            whole=values.whole,
+            uses=isinstance(values, LocalValues),
         )
 
 
@@ -194,7 +191,7 @@ class UnitTrial:
         inputs = tuple(
             value.detach().clone().requires_grad_(value.is_floating_point()) for value in given
         )
-        with watched(unit, numbers, self._values.whole_of, prefix=name):
+        with watched(unit, numbers, self._values.whole, prefix=name):
             found = unit(*inputs)
         outputs = [self._values.whole(value) for value in tensors(found)]
         drawn = torch.Generator().manual_seed(_SEED)

@@ -83,8 +83,9 @@ class CutLayer:
         self.gathers = gathers
         self.held = cut.held(ranks.rank)
         # In a tuple: it is nobody's child and has no weights.
-        local = isinstance(values, LocalValues)
-        self.uncut = () if local else (_without_data(layer, sizes),)
+        self.uncut: tuple[nn.Module, ...] = ()
+        if isinstance(values, WholeShapeValues):
+            self.uncut = (_without_data(layer, sizes),)
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs of a product."""
@@ -147,7 +148,7 @@ class _Column:
     dim, cuts_bias = 0, True
 
     @_computed
-    def forward(self: Any, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Any:
         weight = self.weight if self.dim == 0 else self.weight.t()
         return self.share.leave_cut(self.share.linear(input, weight, self.bias), -1)
 
@@ -222,7 +223,7 @@ class _ColumnChannels:
     dim, cuts_bias = 1, True
 
     @_computed
-    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         share = self.share
         channels = self.weight.dim() - 1
         groups = getattr(self, "groups", 1)

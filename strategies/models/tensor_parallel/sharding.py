@@ -200,9 +200,9 @@ class Sharding:
             self._rows[name] = row
             if row.style not in CUT:
                 continue
-            kind = self._watched(name, layer, foreign)
-            if kind is None:
-                kind = _kind(layer, row, self.ranks.size, even=self._plan.written_for_shares)
+            even = self._plan.written_for_shares
+            why = self._watched(name, layer, foreign)
+            kind = why or _kind(layer, row, self.ranks.size, even=even)
             if isinstance(kind, str):
                 self._keep(name, layer, kind)
             else:
