@@ -276,7 +276,7 @@ def _post_validation(
 
 def _refuse_versions(config: LaunchConfig, plan: Plan, programs: Programs) -> None:
     """Refuses versions of weights that do not fit."""
-    if programs.calls is None or plan.costs is None or plan.memory_bytes is None:
+    if programs.stream is None or plan.costs is None or plan.memory_bytes is None:
         return
     held = peak_memory(programs.train, plan.costs.table(programs.train))
     for rank, memory in enumerate(held or ()):
