@@ -180,7 +180,7 @@ def test_ranks_multiply_as_they_are_told(tmp_path: Path, monkeypatch: pytest.Mon
         seen.append(torch.get_float32_matmul_precision())
         return {}
 
-    monkeypatch.setattr(jobs, "_train", train)
+    monkeypatch.setattr(jobs, "train", train)
     monkeypatch.setenv("RANK", "0")
     before = torch.get_float32_matmul_precision()
     try:
