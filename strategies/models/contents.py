@@ -1,29 +1,31 @@
-"""What Python objects hold that can be changed in place, and how to look into them and fill them.
+"""Objects that can be changed in place: how they are read, compared and filled again.
 
-A step may leave its traces in anything: a list of lists, an object with slots, an array of NumPy.
-Each kind of object is read into a copy of what it holds, compared with it, and filled again from
-it; it stays the same object. Tensors and modules are looked after elsewhere.
+A step may change anything that it keeps: a list of lists, an object with slots, an array of NumPy.
+An adapter reads such an object into a copy of what it holds and fills the object from that copy;
+it stays the same object. ``snapshot.py`` looks after tensors and modules.
 """
 
 from __future__ import annotations
 
 import argparse
+import copyreg
 import functools
-import io
 import operator
-import random
 import sys
 import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
+MISSING: Any = object()
+"""Stands for a value where there is none."""
+
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-LIBRARIES = frozenset(sys.stdlib_module_names) | {
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric",
     "lightning_utilities", "numpy", "transformers", "omegaconf", "wandb", "tensorboard",
     "tokenizers", "strategies",
@@ -32,34 +34,39 @@ _NOT_LOOKED_INTO = (Tensor, nn.Module, type, BaseException, Enum)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 
 
-class Kind:
-    """How objects of one kind are read and filled; ``read`` gives the copy for all others."""
+def is_library(module_name: str | None) -> bool:
+    """Whether code of this module comes from Python or a library, not from the user."""
+    return (module_name or "").partition(".")[0] in _LIBRARIES
+
+
+class Adapter:
+    """Reads and fills objects of one kind, by the methods of the builtin type.
+
+    A subclass may forbid or change its own methods.
+    """
 
     def read(self, value: Any) -> Any:
         raise NotImplementedError
 
+    def fill(self, value: Any, content: Any) -> None:
+        raise NotImplementedError
+
     def items(self, content: Any) -> Iterable[tuple[Any, Any]]:
         """What is inside, by keys that ``put`` takes."""
-        return ()
+        return enumerate(content)
 
     def put(self, value: Any, key: Any, item: Any) -> None:
         value[key] = item
 
     def same(self, value: Any, content: Any) -> bool:
-        try:
-            return len(value) == len(content) and bool(value == content)
-        except Exception:
-            return False  # Tensors answer for each of their elements.
-
-    def fill(self, value: Any, content: Any) -> None:
-        raise NotImplementedError
+        return _same_items(self.read(value), content)
 
     def mark(self, value: Any) -> Any:
-        """Something small that is equal as long as nothing is changed on the surface."""
+        """Something small that is equal as long as nothing changes on the surface."""
         return tuple([item_mark(item) for _, item in self.items(self.read(value))])
 
 
-class _Dict(Kind):
+class _Dict(Adapter):
     def read(self, value: Any) -> Any:
         return dict(dict.items(value))
 
@@ -70,18 +77,21 @@ class _Dict(Kind):
         dict.__setitem__(value, key, item)
 
     def same(self, value: Any, content: Any) -> bool:
-        try:
-            return len(value) == len(content) and bool(dict.__eq__(value, content))
-        except Exception:
-            return False
+        now = self.read(value)
+        return list(now) == list(content) and _same_items(
+            list(now.values()), list(content.values())
+        )
 
     def fill(self, value: Any, content: Any) -> None:
-        dict.clear(value)  # Past whatever a subclass forbids.
+        dict.clear(value)
         dict.update(value, content)
 
 
 class _Ordered(_Dict):
     """It keeps its order beside the table, which a dict's methods do not know of."""
+
+    def read(self, value: Any) -> Any:
+        return dict(OrderedDict.items(value))
 
     def put(self, value: Any, key: Any, item: Any) -> None:
         OrderedDict.__setitem__(value, key, item)
@@ -92,49 +102,44 @@ class _Ordered(_Dict):
             OrderedDict.__setitem__(value, key, item)
 
 
-class _List(Kind):
+class _List(Adapter):
     def read(self, value: Any) -> Any:
         return list(list.__iter__(value))
 
-    def items(self, content: Any) -> Iterable[tuple[Any, Any]]:
-        return enumerate(content)
-
     def fill(self, value: Any, content: Any) -> None:
-        value[:] = content
+        list.clear(value)
+        list.extend(value, content)
 
 
-class _Deque(_List):
+class _Deque(Adapter):
     def read(self, value: Any) -> Any:
-        return deque(value, value.maxlen)
+        return list(deque.__iter__(value))
 
     def fill(self, value: Any, content: Any) -> None:
-        value.clear()
-        value.extend(content)
+        deque.clear(value)
+        deque.extend(value, content)
 
 
-class _Set(Kind):
+class _Set(Adapter):
     def read(self, value: Any) -> Any:
-        return set(value)
+        return set(set.__iter__(value))
+
+    def same(self, value: Any, content: Any) -> bool:
+        return set.__eq__(value, content) is True
 
     def fill(self, value: Any, content: Any) -> None:
-        value.clear()
-        value.update(content)
+        set.clear(value)
+        set.update(value, content)
 
-    def mark(self, value: Any) -> Any:
-        return len(value)
+    def put(self, value: Any, key: Any, item: Any) -> None:
+        pass
 
 
-class _Tuple(Kind):
+class _Tuple(Adapter):
     """It cannot be changed, but what is in it can."""
 
     def read(self, value: Any) -> Any:
         return value
-
-    def items(self, content: Any) -> Iterable[tuple[Any, Any]]:
-        return enumerate(content)
-
-    def put(self, value: Any, key: Any, item: Any) -> None:
-        pass
 
     def same(self, value: Any, content: Any) -> bool:
         return True
@@ -142,43 +147,36 @@ class _Tuple(Kind):
     def fill(self, value: Any, content: Any) -> None:
         pass
 
-    def mark(self, value: Any) -> Any:
-        return None
+    def put(self, value: Any, key: Any, item: Any) -> None:
+        pass
 
 
-class _Attributes(Kind):
-    """An object of somebody's own class, with or without slots."""
+class _Attributes(_Dict):
+    """An object of a user's own class, with or without slots."""
 
     def read(self, value: Any) -> Any:
-        kind: Any = type(value)
-        names = _slots(kind)
-        if not names:
-            return dict(value.__dict__)
-        try:
-            found = dict(zip(names, _look_up(names)(value), strict=True))
-        except AttributeError:  # Some have no value.
-            found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        slots = _slots(type(value))
+        found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         return found | getattr(value, "__dict__", {})
-
-    def items(self, content: Any) -> Iterable[tuple[Any, Any]]:
-        return content.items()  # type: ignore[no-any-return]
 
     def put(self, value: Any, key: Any, item: Any) -> None:
         object.__setattr__(value, key, item)
 
-    def same(self, value: Any, content: Any) -> bool:
-        return super().same(self.read(value), content)
-
     def fill(self, value: Any, content: Any) -> None:
-        for name in [name for name in self.read(value) if name not in content]:
+        now = self.read(value)
+        for name in now.keys() - content.keys():
             object.__delattr__(value, name)
         for name, item in content.items():
-            object.__setattr__(value, name, item)
+            if now.get(name, MISSING) is not item:
+                object.__setattr__(value, name, item)
 
 
-class _Array(Kind):
+class _Array(Adapter):
     def read(self, value: Any) -> Any:
         return value.copy()
+
+    def items(self, content: Any) -> Iterable[tuple[Any, Any]]:
+        return ()
 
     def same(self, value: Any, content: Any) -> bool:
         return bool(value.shape == content.shape and value.tobytes() == content.tobytes())
@@ -187,14 +185,11 @@ class _Array(Kind):
         value[...] = content
 
     def mark(self, value: Any) -> Any:
-        return value.tobytes() if value.dtype != object else tuple(map(id, value.reshape(-1)))
+        return value.tobytes()  # Of objects, their addresses.
 
 
-class _Frame(Kind):
-    """A table of pandas: what a step changes in it can be told and taken back, and not be sent."""
-
-    def read(self, value: Any) -> Any:
-        return value.copy()
+class _Frame(_Array):
+    """A table of pandas: no rank can send it to another, so a step that changes one is refused."""
 
     def same(self, value: Any, content: Any) -> bool:
         return bool(value.equals(content))
@@ -206,102 +201,79 @@ class _Frame(Kind):
         return value.to_json()
 
 
-class _Cells(Kind):
-    """A function's own variables: those it has closed over, and its attributes."""
-
-    def read(self, value: Any) -> Any:
-        found: dict[Any, Any] = dict(vars(value))
-        for number, cell in enumerate(value.__closure__ or ()):
-            try:
-                found[number] = cell.cell_contents
-            except ValueError:
-                continue  # empty
-        return found
-
-    def items(self, content: Any) -> Iterable[tuple[Any, Any]]:
-        return content.items()  # type: ignore[no-any-return]
-
-    def put(self, value: Any, key: Any, item: Any) -> None:
-        if isinstance(key, int):
-            value.__closure__[key].cell_contents = item
-        else:
-            vars(value)[key] = item
-
-    def same(self, value: Any, content: Any) -> bool:
-        return super().same(self.read(value), content)
-
-    def fill(self, value: Any, content: Any) -> None:
-        for name in [name for name in vars(value) if name not in content]:
-            del vars(value)[name]
-        for key, item in content.items():
-            self.put(value, key, item)
+_ATTRIBUTES, _ARRAY, _FRAME = _Attributes(), _Array(), _Frame()
+# Subclasses first.
+_CONTAINER_ADAPTERS: tuple[tuple[type, Adapter], ...] = (
+    (OrderedDict, _Ordered()), (dict, _Dict()), (list, _List()), (set, _Set()), (deque, _Deque()),
+    (tuple, _Tuple()),
+)  # fmt: skip
 
 
-_DICT, _LIST, _SET, _DEQUE, _TUPLE = _Dict(), _List(), _Set(), _Deque(), _Tuple()
-_ORDERED, _FRAME = _Ordered(), _Frame()
-_ATTRIBUTES, _ARRAY, _CELLS = _Attributes(), _Array(), _Cells()
-
-
-def kind_of(value: Any) -> Kind | None:
+def adapter_of(value: Any) -> Adapter | None:
     """How to look into a value; None where nothing in it can change, or nobody knows how."""
-    if type(value) is types.FunctionType:
-        # What ``super()`` looks for its class in is no variable of anybody's.
-        closes = value.__closure__ and value.__code__.co_freevars != ("__class__",)
-        inside = closes or value.__dict__
-        return _CELLS if inside and not _library(value.__module__) else None
     found: Any = type(value)
-    return _kind_of_type(found)
+    return _adapter_of(found, False)
 
 
 def is_record(value: Any) -> bool:
-    """Whether it is an object of somebody's own class, with attributes of its own."""
-    return kind_of(value) is _ATTRIBUTES
-
-
-def is_generator(value: Any) -> bool:
-    """Whether numbers are drawn from it: one of NumPy's or Python's own objects for that."""
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    numpy: Any = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
-
-
-def generator_words(value: Any) -> str:
-    """Where such an object stands."""
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    numpy: Any = sys.modules["numpy.random"]
-    own = value.bit_generator.state if isinstance(value, numpy.Generator) else value.get_state()
-    return repr(own)
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether it goes on whenever it is asked: a generator, a count, a pass over a loader."""
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+    """Whether it is an object of a user's own class, with attributes of its own."""
+    return adapter_of(value) is _ATTRIBUTES
 
 
 def is_foreign(value: Any) -> bool:
     """Whether it is an object of a library that nobody knows how to bring to other processes."""
     known = isinstance(value, (*PLAIN, *_NOT_LOOKED_INTO)) or callable(value)
-    kind, library = kind_of(value), type(value).__module__.partition(".")[0]
-    return not known and (kind is None or kind is _FRAME) and library != "numpy"
+    adapter, library = adapter_of(value), type(value).__module__.partition(".")[0]
+    return not known and (adapter is None or adapter is _FRAME) and library != "numpy"
 
 
 def walk(
-    value: Any, *, depth: int = 12, seen: set[int] | None = None
-) -> Iterator[tuple[Any, Kind | None]]:
-    """A value and all that is inside, each object once; modules are not looked into."""
+    value: Any, *, depth: int = 12, seen: set[int] | None = None, libraries: bool = False
+) -> Iterator[tuple[Any, Adapter | None]]:
+    """A value and all that is inside, each object once; modules are not looked into.
+
+    ``libraries``: objects of libraries are.
+    """
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
-    kind = kind_of(value)
-    yield value, kind
-    if kind is None or not depth:
+    kind: Any = type(value)
+    adapter = _adapter_of(kind, libraries)
+    yield value, adapter
+    if adapter is None or not depth:
         return
     seen.add(id(value))
-    for _, item in kind.items(kind.read(value)):
+    for _, item in adapter.items(adapter.read(value)):
         if type(item) not in PLAIN:
-            yield from walk(item, depth=depth - 1, seen=seen)
+            yield from walk(item, depth=depth - 1, seen=seen, libraries=libraries)
+    if libraries and adapter is not _ATTRIBUTES and getattr(value, "__dict__", None):
+        yield from walk(vars(value), depth=depth - 1, seen=seen, libraries=True)
+
+
+class KeptObjects:
+    """Objects and containers in a call's arguments, as they were; tensors are shared.
+
+    A layer may change a cache that it was given before it turns out that it has to run again.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._kept = [
+            (found, adapter, adapter.read(found))
+            for found, adapter in walk(value, depth=10, libraries=True)
+            if adapter is not None
+        ]
+
+    def restore(self) -> None:
+        for value, adapter, content in self._kept:
+            if not adapter.same(value, content):
+                adapter.fill(value, content)
+
+
+def is_same(value: Any, before: Any) -> bool:
+    """Whether nothing has happened; equal numbers and texts are the same, tensors are not."""
+    if value is before:
+        return True
+    return type(value) is type(before) and type(value) in PLAIN and bool(value == before)
 
 
 def item_mark(value: Any) -> Any:
@@ -309,13 +281,24 @@ def item_mark(value: Any) -> Any:
     return value if type(value) in PLAIN else id(value)
 
 
+def _same_items(now: Collection[Any], before: Collection[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    if all(map(operator.is_, now, before)):
+        return True
+    try:  # A tensor may equal another one and belong to another graph.
+        return not any(isinstance(item, Tensor) for item in now) and bool(now == before)
+    except Exception:
+        return False
+
+
 @functools.cache
-def _kind_of_type(kind: Any) -> Kind | None:
+def _adapter_of(kind: Any, libraries: bool) -> Adapter | None:
     if issubclass(kind, PLAIN) or issubclass(kind, _NOT_LOOKED_INTO):
         return None
-    for container, how in _CONTAINER_KINDS:
+    for container, adapter in _CONTAINER_ADAPTERS:
         if issubclass(kind, container):
-            return how
+            return adapter
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return _ARRAY
     if kind.__module__.partition(".")[0] == "pandas" and kind.__name__ in ("DataFrame", "Series"):
@@ -324,34 +307,8 @@ def _kind_of_type(kind: Any) -> Kind | None:
         return _ATTRIBUTES
     own = bool(kind.__dictoffset__) or bool(_slots(kind))
     called = any("__call__" in vars(base) for base in kind.__mro__)
-    return _ATTRIBUTES if own and not called and not _library(kind.__module__) else None
+    looked_into = libraries or not is_library(kind.__module__)
+    return _ATTRIBUTES if own and not called and looked_into else None
 
 
-_CONTAINER_KINDS: tuple[tuple[type, Kind], ...] = (
-    (OrderedDict, _ORDERED), (dict, _DICT), (list, _LIST), (set, _SET), (deque, _DEQUE),
-    (tuple, _TUPLE),
-)  # fmt: skip
-
-
-def _library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in LIBRARIES
-
-
-@functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                private = name.startswith("__") and not name.endswith("__")
-                found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(found)
-
-
-@functools.cache
-def _look_up(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """All of these attributes at once: objects are read several times per microbatch."""
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return lambda value: (getattr(value, names[0]),)
+_slots: Any = vars(copyreg)["_slotnames"]  # of all bases, as pickle reads them

@@ -21,7 +21,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from strategies.errors import ModelError
 from strategies.models.collectives import LocalGroup
-from strategies.models.contents import kind_of, walk
+from strategies.models.contents import adapter_of, walk
 from strategies.models.nested import replaced
 from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import user_line
@@ -329,7 +329,7 @@ def share_metrics(module: nn.Module, replicas: Replicas) -> bool:
     registered = {id(child) for child in module.modules()}
     for name, child in module.named_modules():
         for key, value in vars(child).items():
-            if key in _TABLES or kind_of(value) is None:
+            if key in _TABLES or adapter_of(value) is None:
                 continue
             inside = (
                 item for item, _ in walk(value) if isinstance(item, Metric | MetricCollection)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, cast
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from strategies.errors import ModelError
 from strategies.models.replay.hole import Hole
 
 _ABSENT = object()
@@ -156,6 +157,38 @@ def structure(value: Any, *, inside: bool = False) -> Hashable:
         pairs = ((name, structure(getattr(value, name, None), inside=True)) for name in names)
         return (type(value).__name__, *pairs)
     return type(value).__name__
+
+
+def join_parts(parts: Sequence[Tensor], shares: Sequence[float], shape: tuple[int, ...]) -> Tensor:
+    """Microbatches' tensors as the whole batch's, of ``shape``.
+
+    They are joined along the dimension in which they are shorter; where none is (a loss on the
+    way, a table of positions), their mean by shares counts, or the first one's word.
+
+    Raises:
+        ModelError: Their shapes do not add up to it.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if all(tuple(part.shape) == tuple(shape) for part in parts):
+        if first.is_floating_point() or first.is_complex():
+            return sum(
+                (part * share for part, share in zip(parts[1:], shares[1:], strict=True)),
+                first * shares[0],
+            )
+        return first
+    for dim in range(first.dim()):
+        total = sum(part.shape[dim] for part in parts if part.dim() == first.dim())
+        rest = [tuple(p.shape[:dim]) + tuple(p.shape[dim + 1 :]) for p in parts]
+        wanted = tuple(shape[:dim]) + tuple(shape[dim + 1 :])
+        if total == shape[dim] and all(other == wanted for other in rest):
+            return torch.cat(list(parts), dim)
+    shapes = [str(list(part.shape)) for part in parts]
+    raise ModelError(
+        f"what the last layer gives for microbatches ({', '.join(shapes)}) does not add up to what "
+        f"it gives for the batch ({list(shape)})."
+    )
 
 
 def is_plain(leaf: Any) -> bool:

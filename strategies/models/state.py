@@ -1,4 +1,4 @@
-"""What a step touches besides its graph: numbers for the host, module state, random generators."""
+"""What a step touches besides its graph and its module: numbers for the host, random generators."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from strategies.errors import ModelError
-from strategies.models.replay.hole import Hole
 
 
 class Fetch:
@@ -48,179 +45,6 @@ class Fetch:
             self._there.synchronize()
             self._there = self._source = None
         return self._copy
-
-
-# -- module state --------------------------------------------------------------------------------
-#
-# What a forward changes in its module besides gradients: running statistics, counters, metrics.
-#
-# A forward that runs twice for one microbatch must find this state as it was the first time, and
-# must leave it as if it had run once. Copying all of it for every microbatch would cost time and
-# memory, and mostly nothing changes: what does is found by a close look at a stage's first forward.
-
-_ABSENT: Any = object()
-_AS_IT_IS: Any = object()
-# A module's own bookkeeping, the same in all of them; buffers are looked at by name.
-_BOOKKEEPING = frozenset(nn.Module().__dict__)
-
-Before = list[tuple["Slot", Any]]
-"""Changing slots, each with what the second run of a forward is to find there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place in a module that has a value: ``key`` in its buffers or in its attributes."""
-
-    name: str
-    table: dict[str, Any]
-    key: str
-    buffer: bool
-
-    @property
-    def value(self) -> Any:
-        return self.table.get(self.key, _ABSENT)
-
-    def put(self, value: Any) -> None:
-        if value is _ABSENT:
-            self.table.pop(self.key, None)
-        else:
-            self.table[self.key] = value
-
-
-class ModuleState:
-    """Keeps what a stage's forward changes in a module, for its second run."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._changing: dict[int, list[tuple[Slot, _Change]]] = {}
-        self._quiet: dict[int, list[Slot]] = {}  # buffers that do not change
-
-    @contextlib.contextmanager
-    def kept(self, stage: int) -> Iterator[Before]:
-        """Around a forward; the list is complete behind it.
-
-        Raises:
-            ModelError: A buffer changes that the stage's first forward left alone.
-        """
-        before: Before = []
-        if stage not in self._changing:
-            seen = [_Seen(slot) for slot in _slots(self._module)]
-            yield before
-            before += self._learn(stage, seen)
-            return
-        before += [(slot, _taken(slot.value, how)) for slot, how in self._changing[stage]]
-        watched = [(slot, slot.value, _version(slot.value)) for slot in self._quiet[stage]]
-        yield before
-        for slot, value, version in watched:
-            if slot.value is not value or _version(value) != version:
-                raise ModelError(
-                    f"buffer {slot.name} was changed by a forward of stage {stage}, but not by the "
-                    "stage's first one, so its value from before was not kept, and recomputing "
-                    "needs it. Change it in every forward, or use recompute=none."
-                )
-
-    def _learn(self, stage: int, seen: list[_Seen]) -> Before:
-        changed = [(entry, how) for entry in seen if (how := entry.change()) is not None]
-        known = {(id(entry.slot.table), entry.slot.key) for entry in seen}
-        new = [slot for slot in _slots(self._module) if (id(slot.table), slot.key) not in known]
-        self._changing[stage] = [(entry.slot, how) for entry, how in changed]
-        self._changing[stage] += [(slot, _rebound(slot)) for slot in new]
-        changing = {id(entry) for entry, _ in changed}
-        self._quiet[stage] = [
-            entry.slot
-            for entry in seen
-            if entry.slot.buffer and id(entry) not in changing and _is_data(entry.value)
-        ]
-        before: Before = [
-            (entry.slot, entry.copy if how == "inside" else _taken(entry.value, how))
-            for entry, how in changed
-        ]
-        return before + [(slot, _ABSENT) for slot in new]
-
-
-@contextlib.contextmanager
-def put_back(before: Before) -> Iterator[None]:
-    """Inside, the module is what it was before a forward; afterwards what it is now."""
-    now = [(slot, slot.value) for slot, _ in before]
-    for slot, value in before:
-        if value is not _AS_IT_IS:
-            slot.put(value)
-    try:
-        yield
-    finally:
-        for slot, value in now:
-            slot.put(value)
-
-
-_Change = Literal["inside", "value", "result"]
-"""A tensor or container is changed in place, another value takes its place, or a fresh result does.
-
-No forward reads a result of the one before, so it need not be kept, and it may be large.
-"""
-
-
-class _Seen:
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-        self.value = slot.value
-        self.copy = _copy(self.value)
-        self._version = _version(self.value)
-
-    def change(self) -> _Change | None:
-        """What a forward has done to it since."""
-        if self.slot.value is not self.value:
-            return _rebound(self.slot)
-        if _is_data(self.value):
-            # Batch norm updates its statistics without counting that as a change.
-            same = _version(self.value) == self._version and torch.equal(self.value, self.copy)
-            return None if same else "inside"
-        if type(self.value) in (list, dict, set):
-            return None if _same_items(self.value, self.copy) else "inside"
-        return None
-
-
-def _rebound(slot: Slot) -> _Change:
-    return "value" if slot.buffer or not isinstance(slot.value, Tensor) else "result"
-
-
-def _taken(value: Any, how: _Change) -> Any:
-    if how == "inside":
-        return _copy(value)
-    return _AS_IT_IS if how == "result" else value
-
-
-def _copy(value: Any) -> Any:
-    """A copy of what can be changed in place."""
-    if _is_data(value):
-        return value.detach().clone()
-    return value.copy() if type(value) in (list, dict, set) else value
-
-
-def _is_data(value: Any) -> bool:
-    real = isinstance(value, Tensor) and not isinstance(value, nn.Parameter | Hole)
-    return real and not value.is_meta
-
-
-def _version(value: Any) -> int:
-    return value._version if _is_data(value) else 0
-
-
-def _same_items(value: Any, copy: Any) -> bool:
-    if len(value) != len(copy):
-        return False
-    if isinstance(value, dict):
-        value, copy = value.values(), copy.values()
-    return all(first is second for first, second in zip(value, copy, strict=True))
-
-
-def _slots(module: nn.Module) -> Iterator[Slot]:
-    for name, child in module.named_modules():
-        prefix = f"{name}." if name else ""
-        for key in child._buffers:
-            yield Slot(prefix + key, child._buffers, key, True)
-        for key in list(child.__dict__):
-            if key not in _BOOKKEEPING:
-                yield Slot(prefix + key, child.__dict__, key, False)
 
 
 # -- random numbers that depend on the place in the step, not on the stage that draws them ---------
@@ -355,6 +179,23 @@ def own_generators(module: nn.Module) -> list[tuple[torch.Generator, Tensor]]:
     values = [value for child in module.modules() for value in vars(child).values()]
     own = {id(value): value for value in values if isinstance(value, torch.Generator)}
     return [(generator, generator.get_state()) for generator in own.values()]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether numbers are drawn from it: one of NumPy's or Python's own objects for that."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy: Any = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+
+
+def generator_words(value: Any) -> str:
+    """Where such an object stands."""
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    numpy: Any = sys.modules["numpy.random"]
+    own = value.bit_generator.state if isinstance(value, numpy.Generator) else value.get_state()
+    return repr(own)
 
 
 @contextlib.contextmanager

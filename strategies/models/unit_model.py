@@ -33,12 +33,11 @@ from strategies.models.expert_parallel import ExpertRanks, ExpertShares
 from strategies.models.expert_parallel.expert_shares import named_expert_layers
 from strategies.models.held_units import HeldUnits
 from strategies.models.logs import captured_logs
-from strategies.models.nested import rebuild
+from strategies.models.nested import join_parts, rebuild
 from strategies.models.selective.policy import Selection
 from strategies.models.selective.region import SelectiveLayer
 from strategies.models.stage_model import Mode, Search, StageModel, StageOutput, Unit
 from strategies.models.state import reseed
-from strategies.models.step_state import join_parts
 from strategies.models.tensor_parallel.layer_plan import declared_plan, plan_by_sizes
 from strategies.models.tensor_parallel.plan_trial import UnitTrial
 from strategies.models.tensor_parallel.sharded_layers import LocalValues

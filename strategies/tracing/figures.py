@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.errors import ModelError
+from strategies.models.contents import KeptObjects
 from strategies.models.expert_parallel import ExpertRanks, HasExperts
 from strategies.models.expert_parallel.expert_ranks import Compute, Sent
 from strategies.models.expert_parallel.expert_shares import named_expert_layers
 from strategies.models.flops import FlopCount
 from strategies.models.nested import rebuild, replaced, tensors
-from strategies.models.replay.gate import KeptObjects
 from strategies.models.replay.hole import Args, Function, Kwargs, Spec
 from strategies.models.selective.lineage import family_of, makes_new
 from strategies.models.selective.policy import Selection
@@ -129,7 +129,7 @@ class Tracer:
     ) -> Figures:
         """A call of a function; ``module`` is one whose parameters it may use by itself."""
         count = FlopCount()
-        objects = KeptObjects((args, kwargs), depth=10)
+        objects = KeptObjects((args, kwargs))
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             return self._run(func, args, kwargs, module, count, fake)

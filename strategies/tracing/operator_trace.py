@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
-from strategies.models.replay.gate import unchanged
+from strategies.models.snapshot import restoring
 from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.planner.shardings.operators import (
     ENTERED,
@@ -65,7 +65,7 @@ def trace_operators(
     Raises:
         ModelError: The step cannot run on shapes; names the operation and the module.
     """
-    with unchanged(module):
+    with restoring(module):
         run = OperatorRun(module, boundaries)
         run(batch, autocast)
     return tuple(_Graph(run, module, tp, rows).graph for tp in degrees)

@@ -15,14 +15,15 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from strategies.models.contents import KeptObjects
 from strategies.models.logs import captured_logs
 from strategies.models.nested import leaves, rebuild, tensors
-from strategies.models.replay.gate import KeptObjects, unchanged
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, Spec, operation_name
 from strategies.models.replay.layout import group_calls
 from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, used_parameters
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
+from strategies.models.snapshot import restoring
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.tracing.equal_calls import Slot
 from strategies.tracing.figures import ExpertLayer, Figures, Tracer
@@ -59,9 +60,7 @@ class TracingProbe(Probe):
         call = len(self.record.calls)
         given, named = self._noted((args, kwargs))
         # A cache among them, say, to which the layer is about to add something.
-        seen = _Seen(
-            (call, -1), index, forward, given, named, KeptObjects((given, named), depth=10)
-        )
+        seen = _Seen((call, -1), index, forward, given, named, KeptObjects((given, named)))
         self.seen.append(seen)
         result = super().on_unit(index, forward, args, kwargs)
         seen.outputs = self._keys(result)
@@ -123,7 +122,7 @@ def trace_replayed(
         return made[-1]
 
     probed = probe_units(module, batch, "train", chain, make)
-    with unchanged(module):  # What runs on fakes must not stay in a module's attributes.
+    with restoring(module):  # What runs on fakes must not stay in a module's attributes.
         return _figures(probed.path, made[-1], list(probed.units.values()), tracer)
 
 

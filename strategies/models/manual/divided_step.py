@@ -23,7 +23,7 @@ from strategies.models.manual.flow_run import (
     Scout,
 )
 from strategies.models.nested import cloned, replaced, structure
-from strategies.models.replay.gate import call_step, gated, unchanged
+from strategies.models.replay.gate import call_step, gated
 from strategies.models.replay.hole import Spec
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import ParameterTable
@@ -32,6 +32,7 @@ from strategies.models.replay.probing import (
     run_probe,
 )
 from strategies.models.replay.unit_search import select_units, units_to_open
+from strategies.models.snapshot import restoring
 from strategies.models.stage_model import STEP_NAMES, Mode, StageModel, Unit
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ class DividedStep(StageModel):
         self._current = scout
         shown = self._table.shown()
         rates = self._the_doors().kept_rates()
-        with unchanged(self._module), rates, self._gates(), shown, scout:
+        with restoring(self._module, self._modules), rates, self._gates(), shown, scout:
             call_step(self._module, "train", cloned(batch), batch_idx)
         self._others = frozenset(scout.others)
         return tuple(scout.trace)

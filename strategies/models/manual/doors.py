@@ -18,17 +18,15 @@ from torch import nn
 from torchmetrics import Metric
 
 from strategies.errors import ModelError
-from strategies.models.contents import CONTAINERS
+from strategies.models.contents import CONTAINERS, MISSING
 from strategies.models.manual.dataflow import FlowProbe
 from strategies.models.manual.flow_run import Action
 from strategies.models.nested import leaves, tensors
 from strategies.models.replay.gate import MARKER, unwatched
 from strategies.models.replay.hole import Hole, Spec
 from strategies.models.replay.path import ParameterTable
-from strategies.models.step_places import Slot
-from strategies.models.step_state import StepState
+from strategies.models.snapshot import Snapshot, StateRef
 
-_ABSENT = object()
 Rates = dict[tuple[int, int, str], Any]
 """Entries of parameter groups (a learning rate), by optimizer, group and name."""
 
@@ -65,9 +63,7 @@ class StateCheck:
 
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._module = module
-        self._state = StepState(module, layers)
-        self._state.begin()
-        self._before = dict(vars(module))
+        self._state = Snapshot(module, layers).take()
 
     def changes(self) -> dict[str, Any]:
         """The attributes of the module that the step has assigned.
@@ -76,21 +72,23 @@ class StateCheck:
             ModelError: It has changed something else, or in another way.
         """
         found = {}
-        for slot in self._state.changed():
-            value = self._state.value(slot)
-            before = self._before.get(slot.key, _ABSENT)
-            assigned = slot.kind == "attribute" and not slot.module and value is not before
+        for ref in self._state.changed():
+            value = self._state.value(ref)
+            before = self._state.before(ref)
+            surface = not ref.module and not self._state.is_buffer(ref)
+            assigned = surface and value is not before
             holes = any(isinstance(leaf, Hole) for leaf in leaves(value))
             gathers = holes and isinstance(before, CONTAINERS)
             if not assigned or gathers:
-                raise ModelError(self._refusal(slot))
-            found[slot.key] = value
+                raise ModelError(self._refusal(ref))
+            found[ref.key] = value
         return found
 
-    def _refusal(self, slot: Slot) -> str:
-        inside = slot.kind in ("attribute", "buffer")
-        owner = self._module.get_submodule(slot.module) if inside else None
-        what = f"self.{slot.module or slot.name}"
+    def _refusal(self, ref: StateRef) -> str:
+        owner: Any = self._module
+        if ref.module != "trainer":
+            owner = owner.get_submodule(ref.module)
+        what = f"self.{ref.module or ref.name}"
         often = (
             "With manual optimization the step runs once per microbatch and stage, so that would "
             "happen too often."
@@ -102,7 +100,7 @@ class StateCheck:
                 "tensors (self.log takes means and sums over the batch)."
             )
         return (
-            f"{name} changes {slot.words} in place. {often} Log it (self.log takes means and "
+            f"{name} changes self.{ref.name} in place. {often} Log it (self.log takes means and "
             "sums), assign plain attributes anew (self.n = self.n + 1), or do it in "
             "on_train_batch_end."
         )
@@ -158,7 +156,7 @@ class Doors:
             yield changed
         finally:
             now = self.rates()
-            changed |= {key: now[key] for key in now if now[key] is not before.get(key, _ABSENT)}
+            changed |= {key: now[key] for key in now if now[key] is not before.get(key, MISSING)}
             if changed:
                 self.set_rates(before)
 

@@ -34,7 +34,7 @@ from strategies.models.manual.flow_run import (
 from strategies.models.manual.row_check import LossScout, compare_losses
 from strategies.models.manual.strand import Strand
 from strategies.models.nested import cloned, structure
-from strategies.models.replay.gate import StageDone, call_step, gated, unchanged
+from strategies.models.replay.gate import StageDone, call_step, gated
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.probing import (
     batch_device,
@@ -43,6 +43,7 @@ from strategies.models.replay.replay_model import ReplayModel
 from strategies.models.replay.rows.row_scout import RowScout
 from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Values
 from strategies.models.replay.rows.whole_values import Dealer, Hand, Step, Where
+from strategies.models.snapshot import restoring
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageOutput
 from strategies.models.state import kept_generators
 
@@ -467,7 +468,7 @@ class SegmentModel(DividedStep):
         device = batch_device(batch, self._module)
         cache = self._caches["train"]
         run = ValueScout(self._modules, device, cache, plan, neutral=neutral, given=given)
-        with unchanged(self._module) if plan is None else nullcontext(), self._looked_at(run):
+        with restoring(self._module) if plan is None else nullcontext(), self._looked_at(run):
             with suppress(StageDone), run:
                 run.begin()
                 call_step(self._module, "train", cloned(batch), where[0])
@@ -497,7 +498,7 @@ class SegmentModel(DividedStep):
         shares = [Share(0, rows[0], sum(rows)), Share(rows[0], rows[1], sum(rows))]
         self._dealer.clear()
         if plan is not None and not plan.is_empty:
-            with unchanged(self._module):
+            with restoring(self._module):
                 everything = Share(0, sum(rows), sum(rows))
                 self._dealer.deal(step, whole, [*shares, everything], where=(0, None))
 
@@ -514,7 +515,7 @@ class SegmentModel(DividedStep):
                 hand=self._dealer.hand(number),
             )
             scout.logs = logs = LogCapture(lambda value: not isinstance(value, Hole), self._module)
-            with unchanged(self._module), torch.no_grad(), self._looked_at(scout), scout:
+            with restoring(self._module), torch.no_grad(), self._looked_at(scout), scout:
                 call_step(self._module, "train", cloned(batch), 0)
             scout.logged = logs.calls()
             return scout

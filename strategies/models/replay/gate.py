@@ -7,12 +7,8 @@ instances, so that recomputation inside backward meets the user's own code.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import random
-import sys
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,19 +16,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import BackwardHook
 
 from strategies.errors import ModelError
-from strategies.models.contents import PLAIN, Kind, kind_of
 from strategies.models.nested import replaced
-from strategies.models.replay.hole import Args, Function, Hole, Kwargs, exchange, user_line
+from strategies.models.replay.hole import Args, Function, Hole, Kwargs, user_line
 from strategies.models.replay.side_effects import watched
 from strategies.models.stage_model import STEP_NAMES, Mode
-from strategies.models.state import kept_generators
-from strategies.models.step_state import StepState
 
 MARKER = torch.zeros(())
 
@@ -309,217 +301,3 @@ def compiled_above(module: nn.Module, units: Sequence[nn.Module]) -> list[str]:
             or child.__dict__.get("_compiled_call_impl") is not None
         )
     ]
-
-
-# -- undoing what a trial run did to a module's state ----------------------------------------------
-
-
-@contextlib.contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Runs the body, then puts attributes, containers, buffers and random states back.
-
-    Attributes may be of any kind. What the body has not changed is not touched, and containers are
-    read and refilled by the methods of their builtin type: a subclass may forbid its own.
-    """
-    elsewhere = StepState(module, (), elsewhere=True)
-    elsewhere.begin()
-    modules = [(child, dict(child.__dict__)) for child in module.modules()]
-    empty: list[tuple[Any, Any]] = []
-    containers: dict[int, _Kept | _KeptGenerator | _KeptObject] = {}
-    tensors: dict[int, tuple[Tensor, Tensor]] = {}
-    for _, state in modules:
-        for value in state.values():
-            of: Any = type(value)
-            if of in PLAIN:
-                continue
-            kind = _container_kind(of)
-            if kind is not None and not kind.__len__(value):
-                empty.append((value, kind))  # most hooks of most modules
-            else:
-                _remember(value, containers, tensors)
-    python_state = random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        with kept_generators():
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        for child, state in modules:
-            child.__dict__.clear()
-            child.__dict__.update(state)
-        for container, kind in empty:
-            if kind.__len__(container):
-                kind.clear(container)
-        for kept in containers.values():
-            kept.restore()
-        for tensor, saved in tensors.values():
-            _restore(tensor, saved)
-        elsewhere.take_back()
-
-
-class KeptObjects:
-    """Objects and containers inside a call's arguments, as they were; tensors are shared.
-
-    A layer may change a cache that it was given before it turns out that it has to run again.
-    """
-
-    def __init__(self, value: Any, depth: int = 6) -> None:
-        self._saved: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        self._walk(value, depth)
-
-    def restore(self) -> None:
-        for container, content in self._saved:
-            _refill(container, content)
-
-    def _walk(self, value: Any, depth: int) -> None:
-        if (
-            isinstance(value, Tensor | nn.Module | type)
-            or callable(value)
-            or id(value) in self._seen
-        ):
-            return
-        self._seen.add(id(value))
-        items: Any = ()
-        if isinstance(value, tuple):
-            items = value
-        elif type(value) is list or type(value) is dict:
-            self._saved.append((value, value.copy()))
-            items = value.values() if isinstance(value, dict) else value
-        elif hasattr(value, "__dict__"):
-            items = (vars(value),)
-        for item in items if depth else ():
-            self._walk(item, depth - 1)
-
-
-_DEPTH = 12
-_MANY = 10_000  # items that are looked through for containers and tensors
-
-
-def _remember(
-    value: Any,
-    containers: dict[int, _Kept | _KeptGenerator | _KeptObject],
-    tensors: dict[int, tuple[Tensor, Tensor]],
-    depth: int = _DEPTH,
-) -> None:
-    of: Any = type(value)
-    if of in PLAIN:
-        return
-    kind = _container_kind(of)
-    if kind is not None:
-        if id(value) in containers or not depth:
-            return
-        kept = _Kept(value, kind)
-        containers[id(value)] = kept
-        if len(kept.content) <= _MANY:
-            for item in kept.values():
-                _remember(item, containers, tensors, depth - 1)
-        return
-    if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter | Hole) and not value.is_meta:
-            tensors[id(value)] = (value, value.detach().clone())
-        return
-    if isinstance(value, torch.Generator):
-        containers.setdefault(id(value), _KeptGenerator(value))
-        return
-    how = kind_of(value)
-    if how is not None and depth and id(value) not in containers:
-        content = how.read(value)
-        containers[id(value)] = _KeptObject(value, how, content)
-        for _, item in how.items(content):
-            _remember(item, containers, tensors, depth - 1)
-
-
-# The builtin containers, subclasses first.
-_KINDS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-
-
-@functools.cache
-def _container_kind(kind: type) -> Any:
-    return next((one for one in _KINDS if issubclass(kind, one)), None)
-
-
-class _KeptGenerator:
-    """A generator of the module's own, and where it stood."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._state = generator.get_state()
-
-    def restore(self) -> None:
-        self._generator.set_state(self._state)
-
-
-class _KeptObject:
-    """An object that has attributes, or an array, and what it holds."""
-
-    def __init__(self, value: Any, kind: Kind, content: Any) -> None:
-        self._value = value
-        self._kind = kind
-        self._content = content
-
-    def restore(self) -> None:
-        if not self._kind.same(self._value, self._content):
-            self._kind.fill(self._value, self._content)
-
-
-class _Kept:
-    """A container of one of these kinds, or of a subclass, and what it holds."""
-
-    def __init__(self, container: Any, kind: Any) -> None:
-        self._container = container
-        self._kind = kind
-        self._has_keys = issubclass(kind, dict)
-        self.content: list[Any] = self._now()
-
-    def values(self) -> Iterator[Any]:
-        if self._has_keys:
-            return (value for _, value in self.content)
-        return iter(self.content)
-
-    def restore(self) -> None:
-        """Refills the container if it has changed."""
-        now = self._now()
-        pairs = zip(self.content, now, strict=False)
-        if len(now) == len(self.content) and all(self._same(a, b) for a, b in pairs):
-            return
-        kind, container = self._kind, self._container
-        kind.clear(container)
-        if kind in (list, deque):
-            kind.extend(container, self.content)
-        elif kind is set:
-            set.update(container, self.content)
-        else:
-            for key, value in self.content:
-                kind.__setitem__(container, key, value)
-
-    def _now(self) -> list[Any]:
-        if self._has_keys:
-            return list(self._kind.items(self._container))
-        return list(self._kind.__iter__(self._container))
-
-    def _same(self, first: Any, second: Any) -> bool:
-        if self._has_keys:
-            return first[0] is second[0] and first[1] is second[1]
-        return first is second
-
-
-def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, list):
-        container[:] = content
-    else:
-        container.clear()
-        container.update(content)
-
-
-def _restore(tensor: Tensor, saved: Tensor) -> None:
-    if isinstance(tensor, Hole):
-        exchange(tensor, saved)
-    elif tensor.is_meta or isinstance(tensor, FakeTensor):
-        return  # A shape has no numbers.
-    elif tensor.layout != torch.strided or not torch.equal(tensor, saved):
-        with torch.no_grad():
-            tensor.copy_(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,17 +17,10 @@ from torch import Tensor, nn
 
 from strategies.errors import ModelError, one_line
 from strategies.models.collectives import shapes_only
-from strategies.models.contents import (
-    generator_words,
-    is_foreign,
-    is_generator,
-    is_iterator,
-    kind_of,
-    walk,
-)
+from strategies.models.contents import MISSING, adapter_of, is_foreign, walk
 from strategies.models.logs import LogCapture
 from strategies.models.nested import cloned, leaves, replaced, tensors
-from strategies.models.replay.gate import as_written, call_step, gated, has_compiled, unchanged
+from strategies.models.replay.gate import as_written, call_step, gated, has_compiled
 from strategies.models.replay.hole import Hole, Spec, error_line, user_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
@@ -45,10 +39,9 @@ from strategies.models.replay.unit_search import (
     select_units,
     units_to_open,
 )
+from strategies.models.snapshot import Snapshot, restoring
 from strategies.models.stage_model import STEP_NAMES, Mode
-from strategies.models.state import Generators, own_generators
-from strategies.models.step_places import ABSENT
-from strategies.models.step_state import StepState
+from strategies.models.state import Generators, generator_words, is_generator, own_generators
 
 P = TypeVar("P", bound=Probe)
 _GUARDS = 30  # of a step that stops where a value is not as it should be
@@ -278,7 +271,7 @@ def _run_probe(
     begun, own = Generators.now(), own_generators(module)
     captures: list[nn.Module] = []
     with (
-        unchanged(module),
+        restoring(module),
         _iterators_at_rest(module, step),
         files_at_rest(module),
         hooks_at_rest(module, captures),
@@ -330,31 +323,28 @@ def _reading_what_stays(
     So is what it gathers in a container, of any layer; what it assigns only of the last one. Other
     values may be meant for the next step's layers, of which each sees a microbatch (hidden states).
     """
-    state = StepState(module, layers)
-    state.begin()
-    held = {id(v) for m in module.modules() for v in vars(m).values() if kind_of(v) is not None}
+    state = Snapshot(module, layers).take()
     yield
     num_calls = len(probe.record.calls)
-    for slot in state.changed():
-        value = state.value(slot)
+    for ref in state.changed():
+        value = state.value(ref)
         strange = _foreign_in(value)
         if strange is not None:
             raise ModelError(
-                f"{STEP_NAMES[mode]} changes {slot.words}, and an object of type "
+                f"{STEP_NAMES[mode]} changes self.{ref.name}, and an object of type "
                 f"{type(strange).__name__} cannot be brought to the ranks of other stages (nothing "
                 "is ever unpickled). Keep numbers, texts, tensors, arrays, and lists and dicts of "
                 "them, and make the rest of them in a hook (on_train_epoch_end)."
             )
-        gathers = slot.kind not in ("attribute", "buffer") or id(value) in held
         for leaf, _ in walk(value):
             if not isinstance(leaf, Hole) or leaf.value is None:
                 continue
             key = probe.record.values[leaf.value].key
-            if gathers or key[0] == num_calls:
+            if state.holds(value) or key[0] == num_calls:
                 probe.on_read(leaf)
                 probe.record.kept.append(key)
             else:
-                probe.record.left.append((slot.name, key))
+                probe.record.left.append((ref.name, key))
 
 
 def _foreign_in(value: Any) -> Any:
@@ -363,7 +353,7 @@ def _foreign_in(value: Any) -> Any:
         return next((v for v in map(_foreign_in, value.values()) if v is not None), None)
     if isinstance(value, list | tuple | set | deque):
         return next((v for v in map(_foreign_in, value) if v is not None), None)
-    return value if is_foreign(value) and value is not ABSENT else None
+    return value if is_foreign(value) and value is not MISSING else None
 
 
 @contextmanager
@@ -378,7 +368,7 @@ def _iterators_at_rest(module: nn.Module, step: str) -> Iterator[None]:
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             place = f"self.{path}.{name}" if path else f"self.{name}"
-            if is_iterator(value) and kind_of(value) is None:
+            if _is_iterator(value) and adapter_of(value) is None:
                 changes.append((vars(child), name, _AtRest(place, step)))
             elif is_generator(value):
                 drawn.append((place, value, generator_words(value)))
@@ -392,6 +382,11 @@ def _iterators_at_rest(module: nn.Module, step: str) -> Iterator[None]:
                 "generators of numpy and random, which are followed, or draw in "
                 "on_train_batch_start and keep the number on the module."
             )
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether it goes on whenever it is asked: a generator, a count, a pass over a loader."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 class _AtRest:

@@ -16,14 +16,13 @@ from torch import Tensor
 from strategies.errors import ModelError, PipelineError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture, apart, no_means
-from strategies.models.nested import cloned, rebuild, structure, tensors
+from strategies.models.nested import cloned, join_parts, rebuild, structure, tensors
 from strategies.models.replay.cut_module import CutModule
 from strategies.models.replay.gate import (
     StageDone,
     as_written,
     call_step,
     gated,
-    unchanged,
 )
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
@@ -36,6 +35,7 @@ from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Va
 from strategies.models.replay.rows.value_run import ValueRun
 from strategies.models.replay.rows.whole_values import Hand, Step, Where
 from strategies.models.replay.stage_run import StageRun
+from strategies.models.snapshot import restoring
 from strategies.models.stage_model import (
     STEP_NAMES,
     LogCall,
@@ -44,7 +44,6 @@ from strategies.models.stage_model import (
     StageOutput,
 )
 from strategies.models.state import Generators, kept_generators
-from strategies.models.step_state import join_parts
 
 if TYPE_CHECKING:
     pass
@@ -166,7 +165,7 @@ class ReplayModel(CutModule):
             plan = self._dealer.plan(which)
             if plan is not None and not plan.is_empty:
                 shares = [Share(rows[0], rows[1], sum(rows)), Share(0, sum(rows), sum(rows))]
-                with unchanged(self._module):
+                with restoring(self._module):
                     self._dealer.deal(which, pair, shares, where=where)
             both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, where)
             one = self._row_run(both.pair, both, which, second, where)
@@ -183,7 +182,7 @@ class ReplayModel(CutModule):
         plan = self._dealer.plan(step)
         self._dealer.clear()
         if plan is not None and not plan.is_empty:
-            with unchanged(self._module):
+            with restoring(self._module):
                 every = Share(0, sum(rows), sum(rows))
                 self._dealer.deal(step, whole, [*own, every], where=where)
 
@@ -199,7 +198,7 @@ class ReplayModel(CutModule):
             )
             logs = LogCapture(found.logs_early, self._module)
             with (
-                unchanged(self._module),
+                restoring(self._module),
                 torch.inference_mode(False),
                 torch.no_grad(),
                 gated(self._module, self._modules, logs.log, logs.log_dict),
@@ -274,7 +273,7 @@ class ReplayModel(CutModule):
         names = any(e.parameters for events in path.events for e in events)
         logs = LogCapture(lambda value: False, self._module)
         with (
-            unchanged(self._module) if plan is None else nullcontext(),
+            restoring(self._module) if plan is None else nullcontext(),
             torch.inference_mode(False),  # Shapes are followed by versions, which it does not count
             torch.set_grad_enabled(which[0] == "train"),
             gated(self._module, self._modules, logs.log, logs.log_dict),
@@ -322,7 +321,7 @@ class ReplayModel(CutModule):
             cache=self._caches[which],
             hand=self._dealer.hand(None if before is None else 0),
         )
-        with unchanged(self._module), torch.set_grad_enabled(which[0] == "train"):
+        with restoring(self._module), torch.set_grad_enabled(which[0] == "train"):
             random.seed(1 if before is None else 2)  # For Python's own numbers, the same holds.
             self._dealer.begin()
             output = self._run(run, (), which[0], cloned(batch), *where)

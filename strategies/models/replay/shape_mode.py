@@ -18,13 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
 from strategies.models.collectives import is_collective, refuse_own_group
+from strategies.models.contents import KeptObjects
 from strategies.models.nested import is_plain, leaves, rebuild, signature, tensors
 from strategies.models.replay.gate import (
-    KeptObjects,
     StageDone,
     enter_unit,
     stepping,
-    unchanged,
     unwatched,
 )
 from strategies.models.replay.hole import (
@@ -50,6 +49,7 @@ from strategies.models.replay.inference import (
     run_on_made_up_data,
 )
 from strategies.models.replay.rows.packed_rows import infer_packing, packs, pads
+from strategies.models.snapshot import restoring
 
 # Of their tracked argument these need shape, dtype and device only: real on every stage.
 _LIKE = frozenset(
@@ -215,7 +215,7 @@ class ShapeMode(TorchFunctionMode):
         outcome = self._cache.get(key)
         if outcome is None or outcome.packs:
             arguments = KeptObjects((args, kwargs))
-            with unchanged(self.units[index]):
+            with restoring(self.units[index]):
                 outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
             arguments.restore()
             self._remember(key, outcome)

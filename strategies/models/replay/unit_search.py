@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from strategies.errors import ModelError
+from strategies.models.contents import is_library
 from strategies.models.replay.path import ParameterTable, Path
 
 
@@ -192,11 +193,11 @@ def _codes(module: LightningModule, name: str, units: Iterable[str]) -> Iterator
     holders = [child for child in module.children() for child in child.modules()]
     holders = [child for child in holders if id(child) not in inside]
     todo: list[tuple[nn.Module, str]] = [(module, name), (module, "forward")]
-    todo += [(each, "forward") for each in holders if not _from_library(type(each).__module__)]
+    todo += [(each, "forward") for each in holders if not is_library(type(each).__module__)]
     seen: set[CodeType] = set()
     while todo:
         owner, name = todo.pop()
-        own = [kind for kind in type(owner).__mro__ if not _from_library(kind.__module__)]
+        own = [kind for kind in type(owner).__mro__ if not is_library(kind.__module__)]
         # Also what is overridden: ``super()`` may call it.
         spaces = (vars(owner), *map(vars, own))
         parts = [part for space in spaces if name in space for part in _code_of(space[name])]
@@ -210,7 +211,7 @@ def _codes(module: LightningModule, name: str, units: Iterable[str]) -> Iterator
             words.update(code.co_names)
             for word in code.co_names:
                 called = known.get(word)
-                if inspect.isfunction(called) and not _from_library(called.__module__):
+                if inspect.isfunction(called) and not is_library(called.__module__):
                     parts += _code_of(called)
             parts += [(each, known) for each in code.co_consts if isinstance(each, CodeType)]
         todo += [(owner, word) for word in words if any(word in vars(kind) for kind in own)]
@@ -242,9 +243,3 @@ def _code_of(found: Any) -> list[tuple[CodeType, dict[str, Any]]]:
     found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
     found = inspect.unwrap(found) if callable(found) else None
     return [(found.__code__, found.__globals__)] if inspect.isfunction(found) else []
-
-
-def _from_library(module: str) -> bool:
-    return module.partition(".")[0] in (
-        "builtins", "lightning", "pytorch_lightning", "torch", "torchmetrics", "transformers",
-    )  # fmt: skip

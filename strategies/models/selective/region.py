@@ -21,16 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strategies.errors import ModelError
+from strategies.models.forward_state import Before, ForwardState, put_back
 from strategies.models.nested import rebuild, tensors
 from strategies.models.selective.lineage import Lineage, family_of, makes_new, storage_of, written
-from strategies.models.state import (
-    Before,
-    Generators,
-    ModuleState,
-    cuda_is_used,
-    drawing_again,
-    put_back,
-)
+from strategies.models.state import Generators, cuda_is_used, drawing_again
 from strategies.plan import Family
 
 
@@ -39,7 +33,7 @@ class SelectiveLayer:
 
     def __init__(self, module: nn.Module, recomputed: frozenset[Family]) -> None:
         self._recomputed = recomputed
-        self._state = ModuleState(module)
+        self._state = ForwardState(module)
         self._changes_inputs: bool | None = None  # not known before the first call
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,7 +74,7 @@ def measured(
         packed.append(region.pack(tensor))
         return packed[-1]
 
-    state = ModuleState(module)
+    state = ForwardState(module)
     with state.kept(0) as before, saved_tensors_hooks(pack, unpack), _Answering(region.watch):
         result = call(*args, **kwargs)
     region.end((args, kwargs), before, result, copied=False)
@@ -227,7 +221,7 @@ class Region:
 
     def held_tensors(self) -> Iterable[Tensor]:
         kept = [entry.result for entry in self._results.values()]
-        return tensors((self._given, kept, [value for _, value in self._before]))
+        return tensors((self._given, kept, [value for _, _, value in self._before]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from strategies.errors import DataError, ModelError
 from strategies.models.logs import LogCapture
 from strategies.models.nested import cloned, tensors
-from strategies.models.replay.gate import as_written, call_step, gated, unchanged
+from strategies.models.replay.gate import as_written, call_step, gated
+from strategies.models.snapshot import restoring
 from strategies.models.state import kept_generators
 from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.models.tensor_parallel.plan_check import (
@@ -67,7 +68,7 @@ def found_plan(module: LightningModule, example: Example, tp: int, search: Searc
         return replace(declared, written_for_shares=False)
     logs = LogCapture(lambda value: False)
     gates = gated(module, (), logs.log, logs.log_dict)
-    with example.around(), unchanged(module), gates, as_written():
+    with example.around(), restoring(module), gates, as_written():
         return search(module, example.batch)
 
 
@@ -85,13 +86,13 @@ def cut_layers(
     _same_batch(example.batch, ranks)
     for tensor in (*module.parameters(), *module.buffers()):
         ranks.broadcast_(tensor.detach())
-    with unchanged(module):
+    with restoring(module):
         whole = _numbers(module, example, LocalValues())
     sharding = Sharding(module, plan, ranks, whole.foreign)
     values = sharding.values
     assert isinstance(values, WholeShapeValues)
     sharding.apply()
-    cut = tried(lambda: _numbers(module, example, values), values, lambda: unchanged(module))
+    cut = tried(lambda: _numbers(module, example, values), values, lambda: restoring(module))
     kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=_coarseness)
     with example.around():
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -166,16 +167,16 @@ class UnitTrial:
             for name, unit in units:
                 self._checked.add(name)
                 self._check(name, unit, given)
-                with torch.no_grad(), unchanged(unit):
+                with torch.no_grad(), restoring(unit):
                     result = unit(*given)
                 made = result if isinstance(result, tuple) else (result,)
                 given = tuple(self._values.whole(value) for value in made)
 
     def _check(self, name: str, unit: nn.Module, given: tuple[Tensor, ...]) -> None:
         ranks = self._sharding.ranks
-        with unchanged(unit):
+        with restoring(unit):
             cut = tried(
-                lambda: self._numbers(name, unit, given), self._values, lambda: unchanged(unit)
+                lambda: self._numbers(name, unit, given), self._values, lambda: restoring(unit)
             )
             with self._sharding.uncut(name):
                 whole = self._numbers(name, unit, given)

@@ -140,7 +140,7 @@ class Engine(RankPasses):
     def run_whole(self, why: ModelError) -> None:
         """Training steps run whole from now on; what this one has done is taken back."""
         module = self.model.module
-        self.whole.state.take_back()
+        self.whole.state.restore()
         tell_uncut(module, why)
         self.model = self._parts.model = UncutModel(module, why, trains=True)
         self.whole.run_whole(self.model)
@@ -301,7 +301,7 @@ class Engine(RankPasses):
                 why = self.model.refusal(mode, microbatches[0].data, batch_idx, dataloader_idx)
         finally:
             before.put_back()
-            self.whole.state.take_back()
+            self.whole.state.restore()
         mixes = None
         if why is None and not known:
             mixes = self._mixing(batch, microbatches, options, loaders)

@@ -26,10 +26,9 @@ from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
 from strategies.models.replay.rows.value_run import seed_all
+from strategies.models.snapshot import Snapshot, StateRef
 from strategies.models.stage_model import LogCall
 from strategies.models.state import Fetch, Generators, kept_generators, own_generators
-from strategies.models.step_places import Slot
-from strategies.models.step_state import StepState
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.engine.last_batches import DIVIDE, check_ends
 from strategies.runtime.engine.rank_weights import RankWeights
@@ -47,7 +46,7 @@ from strategies.runtime.step.recorder import RankStep, StepRecord, joined_stats
 from strategies.runtime.step.stage_compute import PassOptions, StepResult
 from strategies.runtime.step.stream_state import Stream
 from strategies.runtime.step.whole_batch import Whole
-from strategies.runtime.update.post_validation import KeptModule, UpdateUndone
+from strategies.runtime.update.post_validation import UpdateUndone
 
 _MANY_WAYS = 24
 _PATIENCE_S = 3.0  # longer waits are said
@@ -121,7 +120,7 @@ class RankPasses(RankWeights):
         own = own_generators(self.model.module)
 
         def begin_again() -> None:
-            self.whole.state.take_back()
+            self.whole.state.restore()
             for generator, state in own:
                 generator.set_state(state)
             self.whole.note()
@@ -154,7 +153,7 @@ class RankPasses(RankWeights):
                     self.model.follow_way(way, data, batch_idx)
         finally:
             begin_again()
-            self.whole.state.take_back()
+            self.whole.state.restore()
             before.put_back()
         if way is None:
             raise ModelError(
@@ -251,12 +250,10 @@ class RankPasses(RankWeights):
         whole = Whole()
         self.whole.begin(batch, microbatches, options)
 
-        def read(slot: Slot) -> bool:
+        def read(ref: StateRef) -> bool:
             place = self.model.last_place(options.mode)
-            own = StepState(self.model.module, self.model.layers())
-            return self._draws.reads(
-                batch, microbatches, options, state=own, slot=slot, place=place
-            )
+            own = Snapshot(self.model.module, self.model.layers())
+            return self._draws.reads(batch, microbatches, options, state=own, ref=ref, place=place)
 
         shares: list[Callable[[], None]] = []
 
@@ -295,7 +292,7 @@ class RankPasses(RankWeights):
             drawn = Generators.now()
             seed_all(self.seed_of(step))
         self._began = True  # From here on gradients are added up.
-        kept = KeptModule(self.model.module) if self.late.open else None
+        kept = Snapshot(self.model.module, exact=True).take() if self.late.open else None
         while True:
             try:
                 with default_group(self._parts.replicas), kept_generators():
@@ -312,7 +309,7 @@ class RankPasses(RankWeights):
             except UpdateUndone:
                 self._executor.abandon(program)
                 assert kept is not None
-                kept.put_back()
+                kept.restore()
                 self.late.repair()
                 self._gradients.attach(zero=True)
                 self.whole.begin(batch, microbatches, options)

@@ -20,9 +20,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from strategies.errors import ModelError, one_line
-from strategies.models.contents import generator_words, is_generator, walk
-from strategies.models.replay.gate import unchanged
+from strategies.models.contents import walk
 from strategies.models.replay.rows.value_run import seed_all
+from strategies.models.snapshot import restoring
+from strategies.models.state import generator_words, is_generator
 from strategies.models.unit_model import HasUnits
 from strategies.plan import OnNan, Plan
 from strategies.runtime.lightning.manual_optimization import refuse_manual
@@ -249,7 +250,7 @@ def _moves(
     optimizer = held[0]
     holder = nn.Module()
     vars(holder)["held"] = [vars(one) for one in held]
-    with unchanged(holder), torch.enable_grad():
+    with restoring(holder), torch.enable_grad():
         seed_all(seed)
         for found, _ in walk(vars(holder)["held"]):
             if isinstance(found, torch.Generator):

@@ -25,7 +25,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from strategies.errors import DataError, ModelError
 from strategies.models.nested import replaced
-from strategies.models.replay.gate import MARKER, steps_refused, unchanged, unwatched
+from strategies.models.replay.gate import MARKER, steps_refused, unwatched
+from strategies.models.snapshot import restoring
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.state import Generators
 from strategies.models.tensor_parallel.layer_plan import declared_plan
@@ -128,7 +129,7 @@ def _first_batch(trainer: pl.Trainer, module: pl.LightningModule, looked: Looked
     several = loaders._mode == "sequential" and len(loaders.flattened) > 1
     batch = trainer.precision_plugin.convert_input(batch)
     device = torch.device("cpu") if module.device.type == "meta" else module.device
-    with unchanged(module):  # The user's hooks may count, or draw.
+    with restoring(module):  # The user's hooks may count, or draw.
         batch = module._on_before_batch_transfer(batch, dataloader_idx=index)
         batch = trainer.strategy.batch_to_device(batch, device=device, dataloader_idx=index)
     return _FirstBatch(batch, mode, index if several else None, loaders)
@@ -199,7 +200,7 @@ def _probed_as_started(
         if error.__cause__ is None or not hooks:
             raise
         names = [id(parameter) for parameter in module.parameters()]
-        with unchanged(module):
+        with restoring(module):
             try:
                 with _weights_kept(module), _unheard(trainer, module):
                     for name in hooks:

@@ -12,7 +12,6 @@ import json
 import sys
 from collections import deque
 from enum import Enum
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.errors import ModelError
-from strategies.models.contents import is_record, kind_of
+from strategies.models.contents import MISSING, adapter_of, is_record
 from strategies.models.replay.hole import Hole
-from strategies.models.step_places import ABSENT
 
 _DEPTH = 8
 
@@ -60,15 +58,12 @@ class Parcel:
             array = torch.as_tensor(value)
             return ["array" if value.ndim else "number", self._tensor(array)]
         if is_record(value):
-            how = kind_of(value)
+            how = adapter_of(value)
             assert how is not None
             items = [[k, self._item(v, depth - 1)] for k, v in how.items(how.read(value))]
             return ["record", type(value).__name__, items]
         if isinstance(value, Enum):
             return ["enum", type(value).__module__, type(value).__qualname__, value.name]
-        if isinstance(value, FunctionType) and (cells := kind_of(value)) is not None:
-            items = [[k, self._item(v, depth - 1)] for k, v in cells.items(cells.read(value))]
-            return ["record", type(value).__name__, items]
         if isinstance(value, torch.nn.Module) or callable(value):
             return ["kept", type(value).__name__]
         raise TypeError(f"an object of type {type(value).__name__} cannot be sent")
@@ -101,7 +96,7 @@ class Opening:
         self._device = device
         self._place = 0
 
-    def unpack(self, tree: Any, onto: Any = ABSENT) -> Any:
+    def unpack(self, tree: Any, onto: Any = MISSING) -> Any:
         """The value; a container or object that is there already is filled and returned.
 
         Raises:
@@ -120,32 +115,32 @@ class Opening:
             filled: Any = {}
             for packed, item in rest[0]:
                 key = self.unpack(packed)
-                filled[key] = self.unpack(item, old.get(key, ABSENT))
+                filled[key] = self.unpack(item, old.get(key, MISSING))
         elif kind == "enum":
             return _member(*rest)
         elif kind == "record":
-            kind_there = None if onto is ABSENT else kind_of(onto)
-            if kind_there is None or type(onto).__name__ != rest[0]:
+            adapter = None if onto is MISSING else adapter_of(onto)
+            if adapter is None or type(onto).__name__ != rest[0]:
                 raise _missing(rest[0])
-            now = dict(kind_there.items(kind_there.read(onto)))
-            kind_there.fill(onto, {k: self.unpack(v, now.get(k, ABSENT)) for k, v in rest[1]})
+            now = dict(adapter.items(adapter.read(onto)))
+            adapter.fill(onto, {k: self.unpack(v, now.get(k, MISSING)) for k, v in rest[1]})
             return onto
         elif kind == "kept":
-            if onto is ABSENT:
+            if onto is MISSING:
                 raise _missing(rest[0])
             return onto
         else:
             there = list(onto) if isinstance(onto, list | tuple | deque) else []
-            there += [ABSENT] * (len(rest[0]) - len(there))
+            there += [MISSING] * (len(rest[0]) - len(there))
             filled = [
                 self.unpack(i, o) for i, o in zip(rest[0], there[: len(rest[0])], strict=True)
             ]
             if kind != "list":
                 filled = {"tuple": tuple, "set": set, "deque": deque}[kind](filled)
         if isinstance(onto, dict | list | set | deque):
-            there_kind = kind_of(onto)
-            assert there_kind is not None
-            there_kind.fill(onto, filled)
+            adapter = adapter_of(onto)
+            assert adapter is not None
+            adapter.fill(onto, filled)
             return onto
         return filled
 

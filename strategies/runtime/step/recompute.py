@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from strategies.errors import ModelError
+from strategies.models.forward_state import Before, ForwardState, put_back
 from strategies.models.nested import cloned, tensors
 from strategies.models.stage_model import StageOutput
-from strategies.models.state import Before, Generators, ModuleState, drawing_again, put_back
+from strategies.models.state import Generators, drawing_again
 
 Forward = Callable[[tuple[Tensor, ...], Any], StageOutput]
 """Runs a stage on its input leaves and the microbatch's data."""
@@ -40,7 +41,7 @@ class Recomputation:
     """Runs the stages of one rank without saving, and again with it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._state = ModuleState(module)
+        self._state = ForwardState(module)
         self._careful: dict[int, bool] = {}  # stage -> whether it changes what it is given
 
     def forward(

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from strategies.errors import ModelError
-from strategies.models.step_places import ABSENT, Slot
-from strategies.models.step_state import StepState
+from strategies.models.contents import MISSING
+from strategies.models.snapshot import Snapshot, StateRef
 from strategies.runtime.messages.values import Opening, Parcel, hand_round
 from strategies.runtime.step.whole_batch import Whole
 
@@ -37,7 +37,7 @@ class StepMirror:
 
     def __init__(
         self,
-        state: StepState,
+        state: Snapshot,
         *,
         group: dist.ProcessGroup | None,
         source: int,
@@ -49,13 +49,13 @@ class StepMirror:
         self._source = source
         self._knows = knows
         self._device = device
-        self._waiting: dict[Slot, None] = {}  # what has changed and has not been told
+        self._waiting: dict[StateRef, None] = {}  # what has changed and has not been told
         self._stale = False
-        self._read: dict[Slot, bool] = {}  # whether other stages' part of the step looks at it
+        self._read: dict[StateRef, bool] = {}  # whether other stages' part of the step looks at it
         self._now = False
 
     def message(
-        self, whole: Whole, *, carries: bool, read: Callable[[Slot], bool]
+        self, whole: Whole, *, carries: bool, read: Callable[[StateRef], bool]
     ) -> dict[str, Any] | None:
         """What this rank says about a pass, JSON-ready; None if there is nothing to say.
 
@@ -67,25 +67,25 @@ class StepMirror:
             return {"refusal": whole.refusal}
         small = []
         size = 0
-        for slot in sorted(whole.changed, key=lambda slot: (slot.module, slot.kind, slot.key)):
-            words = self._small(slot)
+        for ref in sorted(whole.changed):
+            words = self._small(ref)
             length = _WORDS if words is None else len(json.dumps(words))
             size += length
             if words is None or size > _WORDS:
                 size -= length
-                self._waiting[slot] = None
+                self._waiting[ref] = None
             else:
                 small.append(words)
-                self._waiting.pop(slot, None)
+                self._waiting.pop(ref, None)
         said: dict[str, Any] = {}
         if small:
             said["small"] = small
         if self._waiting:
             said["more"] = True
-            for slot in self._waiting:
-                if slot not in self._read:
-                    self._read[slot] = read(slot)
-            if any(self._read[slot] for slot in self._waiting):
+            for ref in self._waiting:
+                if ref not in self._read:
+                    self._read[ref] = read(ref)
+            if any(self._read[ref] for ref in self._waiting):
                 said["now"] = True
         if carries and whole.result is not None:
             said["result"] = True
@@ -104,7 +104,7 @@ class StepMirror:
         if not self._knows:
             opening = Opening(torch.zeros(0, dtype=torch.uint8), self._device)
             for place, tree in said.get("small", ()):
-                self._put(Slot(*place), opening, tree)
+                self._put(StateRef(*place), opening, tree)
         self._stale = self._stale or "more" in said
         self._now = "now" in said
 
@@ -118,18 +118,18 @@ class StepMirror:
         self._now = False
         if not self._stale:
             return
-        slots = [slot for slot in self._waiting if not now or self._read[slot]]
-        self._waiting = {slot: None for slot in self._waiting if slot not in slots}
+        refs = [ref for ref in self._waiting if not now or self._read[ref]]
+        self._waiting = {ref: None for ref in self._waiting if ref not in refs}
         self._stale = now
         if self._group is None:
             return
         parcel = Parcel()
         try:
-            tree: Any = [[_place(slot), _packed(parcel, self._state.value(slot))] for slot in slots]
+            tree: Any = [[_place(ref), _packed(parcel, self._state.value(ref))] for ref in refs]
         except TypeError as error:
             tree, parcel = {"refusal": str(error)}, Parcel()
         if self._knows and isinstance(tree, dict):
-            names = ", ".join(slot.name for slot in slots)
+            names = ", ".join(ref.name for ref in refs)
             tree["refusal"] = (
                 f"steps have changed {names} on the last stage's rank, and hooks may read that on "
                 f"all ranks, but {tree['refusal']}. Keep numbers, tensors, lists and dicts of "
@@ -142,7 +142,7 @@ class StepMirror:
         if not self._knows:
             opening = Opening(content, self._device)
             for place, item in tree:
-                self._put(Slot(*place), opening, item)
+                self._put(StateRef(*place), opening, item)
 
     def carry(self, said: dict[str, Any] | None, result: Any) -> Any:
         """What the step has returned for the batch, on every rank; collective."""
@@ -161,9 +161,9 @@ class StepMirror:
             )
         return result if self._knows else Opening(content, self._device).unpack(tree)[0]
 
-    def _small(self, slot: Slot) -> Any:
+    def _small(self, ref: StateRef) -> Any:
         """A value in few words; None where it takes more."""
-        value = self._state.value(slot)
+        value = self._state.value(ref)
         if isinstance(value, list | dict | set) and len(value) > 32:
             return None
         parcel = Parcel(inline_bytes=_SMALL_BYTES)
@@ -171,18 +171,18 @@ class StepMirror:
             tree = _packed(parcel, value)
         except TypeError:
             return None
-        return None if parcel.tensors else [_place(slot), tree]
+        return None if parcel.tensors else [_place(ref), tree]
 
-    def _put(self, slot: Slot, opening: Opening, tree: Any) -> None:
+    def _put(self, ref: StateRef, opening: Opening, tree: Any) -> None:
         if tree == ["absent"]:
-            self._state.put(slot, ABSENT)
+            self._state.put(ref, MISSING)
         else:
-            self._state.put(slot, opening.unpack(tree, self._state.value(slot)))
+            self._state.put(ref, opening.unpack(tree, self._state.value(ref)))
 
 
-def _place(slot: Slot) -> list[str]:
-    return [slot.module, slot.kind, slot.key]
+def _place(ref: StateRef) -> list[str]:
+    return [ref.module, ref.key]
 
 
 def _packed(parcel: Parcel, value: Any) -> Any:
-    return ["absent"] if value is ABSENT else parcel.pack(value)
+    return ["absent"] if value is MISSING else parcel.pack(value)

@@ -2,7 +2,7 @@
 
 A pipeline runs the user's step per microbatch and stage. Its loss is a mean over microbatches, its
 side effects are not: a counter would count microbatches, an F1 score is no mean of F1 scores. So
-each of these runs is taken back (``StepState``), and where the step does more than to return a
+each of these runs is restored (``Snapshot``), and where the step does more than to return a
 loss, the last stage runs what lies behind its last layer once more, for the whole batch and without
 gradients: metrics, counters, lists and log calls are then those of stock Lightning by construction.
 
@@ -30,10 +30,9 @@ from strategies.models.logs import (
 )
 from strategies.models.nested import tensors
 from strategies.models.replay.rows.whole_values import Step
+from strategies.models.snapshot import Snapshot, StateRef
 from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
 from strategies.models.state import Generators, TorchState, kept_generators
-from strategies.models.step_places import Slot
-from strategies.models.step_state import StepState
 from strategies.runtime.step.microbatch import (
     Microbatch,
     count_rows,
@@ -57,7 +56,7 @@ class Whole:
         generators: Where they stand behind it, if it has drawn behind its last layer.
     """
 
-    changed: set[Slot] = field(default_factory=set)
+    changed: set[StateRef] = field(default_factory=set)
     result: Any = None
     refusal: str | None = None
     generators: Generators | None = None
@@ -81,7 +80,7 @@ class WholeBatch:
     """
 
     def __init__(self, model: StageModel, last_stage: int, copies: int, *, once: bool) -> None:
-        self.state = StepState(model.module, model.layers())
+        self.state = Snapshot(model.module, model.layers())
         self.carried: frozenset[Mode] = frozenset()
         self.replicas = Replicas(None)
         self.together: set[Mode] = {"train"}
@@ -120,10 +119,10 @@ class WholeBatch:
         self.gathered, self.kept = self.gathered or found.number, self.kept or found.kept
 
     def note(self) -> None:
-        """Notes the state to which ``state.take_back`` goes."""
-        if not self.state.is_known:
+        """Notes the state to which ``state.restore`` goes."""
+        if not self.state.knows_modules:
             self._has_metrics = share_metrics(self._model.module, self.replicas)
-        self.state.begin()
+        self.state.take()
 
     def begin(self, batch: Any, microbatches: Sequence[Microbatch], options: Any) -> None:
         """Before the first forward of a pass."""
@@ -154,26 +153,25 @@ class WholeBatch:
         if not self._model.decides("train"):
             yield  # What the first forward of a stage changes, every one does, and that is kept.
             return
-        state = StepState(self._model.module, self._model.layers())
-        state.begin()
+        state = Snapshot(self._model.module, self._model.layers()).take()
         try:
             yield
         finally:
-            state.take_back()
+            state.restore()
 
     def at_end(self) -> Any:
         """What ``forward`` of the last stage notes behind its last layer; None for no change."""
-        return None if self.state.is_as_begun() else self.state.marks()
+        return None if self.state.is_unchanged() else self.state.marks()
 
     def after(self, stage: int, microbatch: int, output: StageOutput) -> None:
         """Behind a forward: it has changed nothing."""
         if stage != self._last or self.once_behind:
-            self.state.take_back()
+            self.state.restore()
             return
         late = touched = False
-        if not self.state.is_as_begun():
+        if not self.state.is_unchanged():
             late = output.marks != self.state.marks() or (not self._deep and self._keeps_values())
-            touched = self.state.take_back()
+            touched = self.state.restore()
         mode: Mode = self._options.mode
         must = (touched and late) or any(call.metric is not None for call in output.logs)
         carried = mode in self.carried and _says_more(output, mode)
@@ -190,9 +188,9 @@ class WholeBatch:
     def _keeps_values(self) -> bool:
         """Whether a forward has left tensors, which are then to be those of all rows."""
         return any(
-            tensors(self.state.value(slot))
-            for slot in self.state.changed()
-            if slot.kind != "buffer"
+            tensors(self.state.value(ref))
+            for ref in self.state.changed()
+            if not self.state.is_buffer(ref)
         )
 
     def once(self) -> AbstractContextManager[None]:
@@ -266,7 +264,7 @@ class WholeBatch:
             if self._must:
                 return Whole(refusal=f"{self._left(mode)}, but {error}"), plain
             self._linear[mode] = True
-            self.state.take_back()
+            self.state.restore()
             return Whole(), plain
         drew = not begun.are_now()
         after = Generators.now() if drew else None
@@ -282,7 +280,7 @@ class WholeBatch:
         if tries or mode not in self._linear:
             self._linear[mode] = not trusted or _means_are_right(calls, plain, self._last)
         if not self._needed and self._linear[mode]:
-            self.state.take_back()
+            self.state.restore()
             return Whole(), plain
         # The whole batch's word counts more than any stage's.
         plain += [LogEntry(call, 1.0, self._last + 1, 0) for call in calls]
@@ -332,7 +330,7 @@ class WholeBatch:
         except (ModelError, DataError):
             return None
         finally:
-            self.state.take_back()
+            self.state.restore()
         agrees = self._agrees(output, loss, "train")
         return None if agrees or output.loss is None else (float(loss), float(output.loss))
 

@@ -27,9 +27,8 @@ from strategies.models.replay.path import Position
 from strategies.models.replay.rows.value_plan import Share
 from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.replay.rows.whole_values import Dealer, FewRowsError, Step
+from strategies.models.snapshot import Snapshot, StateRef
 from strategies.models.state import Generators, TorchState, kept_generators, seed_torch, torch_state
-from strategies.models.step_places import Slot
-from strategies.models.step_state import StepState
 from strategies.runtime.messages.mesh import Coordinates
 from strategies.runtime.step.microbatch import Microbatch, count_rows, pick_rows, share_sizes
 from strategies.runtime.step.stage_compute import PassOptions
@@ -161,7 +160,7 @@ class WholeDraws:
                         raise error.refusal from error
         finally:
             before.put_back()
-            whole.state.take_back()
+            whole.state.restore()
 
     def deal(
         self,
@@ -171,7 +170,7 @@ class WholeDraws:
         loaders: TreeSpec | None,
         *,
         seed: int,
-        state: StepState,
+        state: Snapshot,
         way: int | None = None,
     ) -> Generators | None:
         """Computes what the pass is going to use; collective over the replica.
@@ -215,7 +214,7 @@ class WholeDraws:
             self.behind = (after.cpu, after.cuda) if plan.draws else self.behind
         finally:
             before.put_back()
-            state.take_back()
+            state.restore()
         return after if alike and plan.draws else None
 
     def of_replicas(self, batch: Any) -> Any:
@@ -239,23 +238,23 @@ class WholeDraws:
         microbatches: Sequence[Microbatch],
         options: PassOptions,
         *,
-        state: StepState,
-        slot: Slot,
+        state: Snapshot,
+        ref: StateRef,
         place: Position | None,
     ) -> bool:
-        """Whether a step reads a slot of its module before it comes to ``place``.
+        """Whether a step reads a place of its module before it comes to ``place``.
 
         ``state`` is one of its own, which watches nothing else.
         """
         dealer = self._dealer
         if dealer is None or place is None or options.part:
             return True
-        value = state.value(slot)
+        value = state.value(ref)
         other = _changed(value)
         if other is value:
             return True
         before = Generators.now()
-        state.begin()
+        state.take()
         try:
             with default_group(self._replicas):
                 return dealer.read_before(
@@ -263,11 +262,11 @@ class WholeDraws:
                     microbatches[0].data,
                     where=(options.batch_idx, options.dataloader_idx),
                     place=place,
-                    change=lambda: state.put(slot, other),
+                    change=lambda: state.put(ref, other),
                 )
         finally:
-            state.put(slot, value)
-            state.take_back()
+            state.put(ref, value)
+            state.restore()
             before.put_back()
 
     def _agree(self, states: Generators, used: Sequence[bool]) -> bool:

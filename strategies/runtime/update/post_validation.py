@@ -24,8 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.models.replay.hole import Hole
-from strategies.models.step_state import StepState
 from strategies.runtime.update.grad_sync import clip_
 from strategies.runtime.update.main_weights import AllMainWeights
 
@@ -149,25 +147,6 @@ class KeptUpdate:
     def num_bytes(self) -> int:
         """What the copies take."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._buffers.values())
-
-
-class KeptModule:
-    """What forwards change in a module and its layers, as it was before a pass.
-
-    A norm's running statistics, too, which torch writes without counting that.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        here = (b for b in module.buffers() if not isinstance(b, Hole) and not b.is_meta)
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in here]
-        self._state = StepState(module, ())
-        self._state.begin()
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for buffer, kept in self._buffers:
-            buffer.copy_(kept)
-        self._state.take_back()
 
 
 def _updated(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -29,9 +29,6 @@ from tests.ranks.comparison import (
 )
 from tests.ranks.pool import Ranks
 
-LOSSES: list[float] = []
-STEPS = 0
-
 
 class Meter:
     __slots__ = ("count", "values")
@@ -60,32 +57,14 @@ class Helper:
         self.calls = 0
 
 
-class Collector(pl.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-
-def counter() -> Callable[[], int]:
-    number = 0
-
-    def count() -> int:
-        nonlocal number
-        number += 1
-        return number
-
-    return count
-
-
 class Everywhere(Net):
     """Leaves its traces behind the last layer."""
 
-    epochs = 0
+    losses: list[float] = []  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
-        global STEPS
-        STEPS = 0
-        LOSSES.clear()
+        self.losses.clear()
         self.save_hyperparameters({"level": 0})
         self.meter = Meter()
         self.stats = Stats()
@@ -101,16 +80,12 @@ class Everywhere(Net):
         self.nested: Any = defaultdict(lambda: defaultdict(list))
         self.space = SimpleNamespace(n=0)
         self.sums = [torch.zeros(1, dtype=torch.float64) for _ in range(12)]
-        self.count = counter()
         object.__setattr__(self, "helper", Helper(self))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        global STEPS
         loss = super().training_step(batch, batch_idx)
-        STEPS += 1
-        type(self).epochs = self.current_epoch + 1
         number = loss.item()
-        LOSSES.append(number)
+        self.losses.append(number)
         self.meter.count += len(batch[0])
         self.meter.values.append(number)
         self.stats.seen["losses"].append(number)
@@ -130,57 +105,32 @@ class Everywhere(Net):
         self.sums[batch_idx] += loss.detach()
         self.helper.calls += 1
         self.hparams["level"] += 1
-        self.collector.losses.append(number)
-        self.counted = self.count()
         return loss
-
-    @property
-    def collector(self) -> Collector:
-        found: Any = self.trainer.callbacks  # type: ignore[attr-defined]
-        return next(callback for callback in found if isinstance(callback, Collector))
-
-
-def called() -> int:
-    called.calls += 1  # type: ignore[attr-defined]
-    return called.calls  # type: ignore[attr-defined,no-any-return]
-
-
-TICKS = counter()
 
 
 class Early(Net):
     """What it counts is a factor in the first layers."""
 
-    calls = 0
-
     def __init__(self) -> None:
         super().__init__()
-        global STEPS, TICKS
-        STEPS, TICKS = 0, counter()
-        called.calls = 0  # type: ignore[attr-defined]
-        type(self).calls = 0
         self.table = np.zeros(1)
-        self.count = counter()
+        self.meter = Meter()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        global STEPS
-        STEPS += 1
-        type(self).calls += 1
         self.table += 1
-        factor = 1 / STEPS + 1 / self.calls + float(self.table[0]) + 1 / self.count()
-        factor += 1 / called() + 1 / TICKS()
+        self.meter.count += 1
+        factor = float(self.table[0]) + 1 / self.meter.count
         return super().training_step([batch[0] * factor, batch[1]], batch_idx)
 
 
 def told(module: Any, trainer: Any) -> Any:
     traces = [
-        STEPS, type(module).epochs, list(LOSSES), module.meter.count, module.meter.values,
+        list(module.losses), module.meter.count, module.meter.values,
         module.stats.seen["losses"], float(module.stats.last), module.phase.name,
         module.table.tolist(), module.per_class, module.by_name["name7"], module.deep, module.pair,
         module.user["n"], list(module.users), list(module.order.items()),
         {key: dict(value) for key, value in module.nested.items()}, module.space.n,
         [float(value) for value in module.sums], module.helper.calls, module.hparams["level"],
-        module.collector.losses, module.counted,
     ]  # fmt: skip
     return flat(traces)
 
@@ -193,10 +143,6 @@ def flat(value: Any) -> list[float | str]:
     return [value if isinstance(value, str) else float(value)]
 
 
-def collectors() -> list[Any]:
-    return [Collector()]
-
-
 LAYOUTS = pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
 
 
@@ -205,9 +151,7 @@ LAYOUTS = pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=
 def test_traces_are_those_of_one_run_of_the_step(
     layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    stock, piped = equal_to_stock(
-        ranks, Everywhere, layout, told=told, callbacks=collectors, max_epochs=2
-    )
+    stock, piped = equal_to_stock(ranks, Everywhere, layout, told=told, max_epochs=2)
     for fitted in piped:
         assert fitted.told == pytest.approx(stock.told, abs=1e-10)
 
@@ -312,15 +256,12 @@ def test_values_from_between_layers_that_stay_are_refused_before_training() -> N
 
 def test_a_probe_leaves_no_traces() -> None:
     class Counts(Net):
-        calls = 0
-
         def __init__(self) -> None:
             super().__init__()
             self.meter = Meter()
             self.table = np.zeros(2)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            type(self).calls += 1
             self.meter.count += 1
             self.table += 1
             return super().training_step(batch, batch_idx)
@@ -328,4 +269,4 @@ def test_a_probe_leaves_no_traces() -> None:
     module = Counts().double()
     batch = [torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, dtype=torch.long)]
     ReplayModel.probe(module, batch)
-    assert (Counts.calls, module.meter.count, module.table.tolist()) == (0, 0, [0, 0])
+    assert (module.meter.count, module.table.tolist()) == (0, [0, 0])

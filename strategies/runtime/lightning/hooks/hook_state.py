@@ -90,7 +90,7 @@ class HookState(pl.Callback):
                 )
         if where.dp > 1 and evaluates(trainer):
             store_locally(trainer._active_loop, engine.whole.replicas)
-        engine.whole.state.forget()
+        engine.whole.state.forget_modules()
         share_metrics(pl_module, engine.whole.replicas)
 
     def _ends(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

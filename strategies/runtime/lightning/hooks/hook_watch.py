@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError, one_line
 from strategies.models.nested import replaced
-from strategies.models.replay.gate import unchanged
 from strategies.models.replay.hole import Hole
+from strategies.models.snapshot import restoring
 from strategies.runtime.lightning.refusals import is_weight_averaging
 from strategies.runtime.messages.mesh import Coordinates
 
@@ -310,7 +310,7 @@ class OwnBackward:
         loss = torch.full((), value, dtype=torch.float64, device=self._device)
         own = self._module.__dict__
         silent = [(own, name, lambda *_, **__: None) for name in ("log", "log_dict", "print")]
-        with unchanged(self._module), replaced(silent):
+        with restoring(self._module), replaced(silent):
             try:
                 return self._run(loss.requires_grad_())
             except ModelError:

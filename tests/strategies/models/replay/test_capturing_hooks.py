@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from strategies.models.replay.replay_model import ReplayModel
-from strategies.models.step_state import StepState
+from strategies.models.snapshot import Snapshot
 from tests.strategies.models.replay.parity import run_pipeline, stage_ranges, uncut
 from tests.strategies.models.replay.test_refusals import Stack, batch, refusal
 
@@ -46,11 +46,10 @@ def test_hooks_of_transformers_are_made_once_for_all_steps(in_config):
     model = ReplayModel.probe(module, batches[0])
     hooks = [len(child._forward_hooks) for child in module.modules()]
     assert sum(hooks) == 2 * 3
-    state = StepState(module, model.layers())
-    state.begin()
+    state = Snapshot(module, model.layers()).take()
     model.cut(stage_ranges((3,), len(model.units)), range(2))
     found = run_pipeline([model], [module], 2, batches)
-    state.take_back()
+    state.restore()
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     assert [len(child._forward_hooks) for child in module.modules()] == hooks
     assert module.net._output_capturing_hooks_installed

@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from strategies.models.replay.gate import call_step, unchanged
+from strategies.models.replay.gate import call_step
+from strategies.models.snapshot import restoring
 
 
 class Frozen(OrderedDict[str, Any]):
@@ -40,7 +41,7 @@ class Guarded:
 def test_attributes_of_any_kind_are_left_as_they_are(value: Any) -> None:
     module = nn.Linear(2, 2)
     module.held = value
-    with unchanged(module):
+    with restoring(module):
         module.held = None  # type: ignore[assignment]
     assert module.held is value
 
@@ -71,7 +72,7 @@ def test_containers_that_were_filled_hold_what_they_held_before() -> None:
     module.held = contents()  # type: ignore[assignment]
     for name, value in contents().items():
         setattr(module, name, value)
-    with unchanged(module):
+    with restoring(module):
         fill(module.held)  # type: ignore[arg-type]
         fill({name: getattr(module, name) for name in contents()})
     kept = {name: getattr(module, name) for name in contents()}
@@ -87,7 +88,7 @@ def test_empty_containers_and_hooks_of_modules_are_emptied_again() -> None:
     held = {"list": [], "dict": {}, "set": set(), "deque": deque(), "ordered": OrderedDict()}
     for name, value in held.items():
         setattr(module, name, value)
-    with unchanged(module):
+    with restoring(module):
         module[0].register_forward_hook(lambda *_: None)
         module.list.append(1)  # type: ignore[union-attr,operator]
         module.set.add(1)  # type: ignore[union-attr,operator]
@@ -102,7 +103,7 @@ def test_empty_containers_and_hooks_of_modules_are_emptied_again() -> None:
 def test_shapes_without_numbers_stay_as_they_are() -> None:
     with FakeTensorMode():
         module = nn.BatchNorm1d(2)
-        with unchanged(module):
+        with restoring(module):
             module(torch.zeros(3, 2))
 
 

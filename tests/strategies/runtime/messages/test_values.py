@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strategies.errors import ModelError
-from strategies.models.step_places import ABSENT
+from strategies.models.contents import MISSING
 from strategies.runtime.messages.values import Opening, Parcel
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ class Record:
         self.value = value
 
 
-def sent(value: Any, onto: Any = ABSENT, *, inline_bytes: int = 0) -> Any:
+def sent(value: Any, onto: Any = MISSING, *, inline_bytes: int = 0) -> Any:
     parcel = Parcel(inline_bytes=inline_bytes)
     tree = json.loads(json.dumps(parcel.pack(value)))
     raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in parcel.tensors]
