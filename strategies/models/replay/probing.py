@@ -31,6 +31,7 @@ from strategies.models.replay.side_effects import (
     files_at_rest,
     hooks_at_rest,
     install_capturing,
+    variables_at_rest,
 )
 from strategies.models.replay.unit_search import (
     alike,
@@ -275,6 +276,7 @@ def _run_probe(
         _iterators_at_rest(module, step),
         files_at_rest(module),
         hooks_at_rest(module, captures),
+        variables_at_rest(module, step),
         torch.inference_mode(False),
         torch.set_grad_enabled(mode == "train"),
         table.shown(),

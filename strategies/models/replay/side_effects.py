@@ -16,14 +16,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from strategies.errors import ModelError
-from strategies.models.contents import walk
+from strategies.models.contents import PLAIN, is_library, walk
 from strategies.models.replay.hole import user_line
 
 
@@ -215,6 +217,80 @@ def _can_change(handle: io.IOBase) -> bool:
 
 def _length(handle: Any) -> int:
     return int(handle.tell() if isinstance(handle, io.IOBase) else handle.total_changes)
+
+
+# -- variables outside of the module ---------------------------------------------------------------
+#
+# A snapshot follows the module. A number that a step counts up elsewhere would be that of all
+# microbatches and stages, so a look at the step refuses it. Tensors do not count: hooks of layers
+# gather them, and those are their stage's own.
+
+
+@contextmanager
+def variables_at_rest(module: nn.Module, step: str) -> Iterator[None]:
+    """Inside a look at a step; refuses one that changes a number or text outside of its module.
+
+    Raises:
+        ModelError: It does. The variable has its value from before then.
+    """
+    before = [(place, get, put, get()) for place, get, put in _variables(module)]
+    changed = []
+    try:
+        yield
+    finally:
+        for place, get, put, value in before:
+            if get() != value:
+                put(value)
+                changed.append(place)
+    if changed:
+        raise ModelError(
+            f"{step} changes {changed[0]}, which is not on the module: a pipeline runs the step "
+            "once per microbatch and stage, and each run would change it.",
+            fix="Keep it on the module (self.n += 1), or change it in on_train_batch_end.",
+        )
+
+
+_Variable = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+
+
+def _variables(module: nn.Module) -> Iterator[_Variable]:
+    """Of the user's classes, and those that the methods of these name."""
+    own = [base for base in type(module).__mro__ if not is_library(base.__module__)]
+    methods = [m for base in own for m in vars(base).values() if isinstance(m, FunctionType)]
+    functions = [v for v in vars(module).values() if isinstance(v, FunctionType)]
+    for base in own:
+        for key, value in vars(base).items():
+            if type(value) in PLAIN and not key.startswith("__"):
+                get, put = partial(vars(base).get, key), partial(setattr, base, key)
+                yield f"{base.__name__}.{key}", get, put
+    named = {(id(m.__globals__), key): m for m in methods for key in m.__code__.co_names}
+    for (_, key), method in named.items():
+        table = method.__globals__
+        value = table.get(key)
+        if isinstance(value, FunctionType) and not is_library(value.__module__):
+            functions.append(value)
+        elif key in table:
+            yield from _in_table(f"the global variable {key}", table, key)
+    for function in functions:
+        for key in vars(function):
+            yield from _in_table(f"{function.__name__}.{key}", vars(function), key)
+        for key, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with suppress(ValueError):  # not filled yet
+                if type(cell.cell_contents) in PLAIN:
+                    get, put = partial(getattr, cell, "cell_contents"), partial(setattr, cell)
+                    yield f"{key} of {function.__name__}", get, partial(put, "cell_contents")
+
+
+def _in_table(place: str, table: dict[str, Any], key: str) -> Iterator[_Variable]:
+    value = table[key]
+    if type(value) in PLAIN:
+        yield place, partial(table.get, key), partial(table.__setitem__, key)
+    elif isinstance(value, list):
+        whole = list(value)
+        get = lambda: [item for item in value if type(item) in PLAIN]  # noqa: E731
+        yield place, get, lambda _: value.__setitem__(slice(None), whole)
 
 
 # -- hooks that a step leaves on its layers --------------------------------------------------------

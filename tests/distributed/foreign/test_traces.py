@@ -198,6 +198,71 @@ class Framed(Net):
         return super().training_step(batch, batch_idx)
 
 
+STEPS = 0
+LOSSES: list[float] = []
+
+
+def counter() -> Callable[[], int]:
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+def called() -> None:
+    called.calls += 1  # type: ignore[attr-defined]
+
+
+called.calls = 0  # type: ignore[attr-defined]
+TICKS = counter()
+
+
+class Global(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global STEPS
+        STEPS += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Gathered(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        LOSSES.append(loss.item())
+        return loss
+
+
+class OfClass(Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        type(self).calls += 1
+        return super().training_step(batch, batch_idx)
+
+
+class OfFunction(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        called()
+        return super().training_step(batch, batch_idx)
+
+
+class Closed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / TICKS()
+
+
+class ClosedHere(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) / self.count()
+
+
 class Synchronised(Net):
     """As value networks follow each other in reinforcement learning."""
 
@@ -219,6 +284,12 @@ class Synchronised(Net):
         (Iterated, r"takes the next of self.numbers, an iterator.*on_train_batch_start"),
         (DrawsItself, "draws from self.generator, a Random of its own"),
         (ArrayDrawn, "draws from self.generator, a Generator of its own"),
+        (Global, "changes the global variable STEPS, which is not on the module"),
+        (Gathered, "changes the global variable LOSSES, which is not on the module"),
+        (OfClass, r"changes OfClass\.calls, which is not on the module"),
+        (OfFunction, r"changes called\.calls, which is not on the module"),
+        (Closed, "changes number of count, which is not on the module"),
+        (ClosedHere, "changes number of count, which is not on the module"),
         (Framed, "changes self.rows, and an object of type DataFrame cannot be brought"),
     ],
 )
@@ -227,6 +298,7 @@ def test_what_cannot_be_taken_back_is_refused_before_training(case: type[Net], w
     batch = [torch.zeros(4, WIDTH, dtype=torch.float64), torch.zeros(4, dtype=torch.long)]
     with pytest.raises(ModelError, match=words):
         ReplayModel.probe(module, batch)
+    assert (STEPS, LOSSES, OfClass.calls, vars(called)["calls"]) == (0, [], 0, 0)
 
 
 class Centred(Net):
