@@ -54,12 +54,12 @@ class ForwardState:
         for table, key, how in self._changing[stage]:
             before.append((table, key, _taken(table.get(key, MISSING), how)))
         quiet = [
-            (name, table, key, table[key], version_of(table[key]))
+            (name, table, key, table.get(key), _version(table.get(key)))
             for name, table, key in self._quiet[stage]
         ]
         yield before
         for name, table, key, value, version in quiet:
-            if table.get(key) is not value or version_of(value) != version:
+            if table.get(key) is not value or _version(value) != version:
                 raise ModelError(
                     f"buffer {name} was changed by a forward of stage {stage}, but not by the "
                     "stage's first one, so its value from before was not kept, and recomputing "
@@ -113,6 +113,10 @@ def _taken(value: Any, how: _Change) -> Any:
     if how == "inside" and _is_data(value):
         return value.detach().clone()
     return value.copy() if how == "inside" and type(value) in (list, dict, set) else value
+
+
+def _version(value: Any) -> int:
+    return version_of(value) if _is_data(value) else 0
 
 
 def _is_data(value: Any) -> bool:

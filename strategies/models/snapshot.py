@@ -222,7 +222,8 @@ class Snapshot:
             trainer: Any = self._module._trainer
             return vars(trainer)
         module = self._module.get_submodule(ref.module)
-        return module._buffers if ref.key in module._buffers else module.__dict__
+        found: dict[str, Any] = module._buffers if self.is_buffer(ref) else module.__dict__
+        return found
 
     def value(self, ref: StateRef) -> Any:
         """What is there now; MISSING if nothing is."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies.errors import ModelError
+from strategies.models.snapshot import Snapshot
 from strategies.runtime.lightning.strategy import PipelineStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|num_workers).*")
@@ -140,6 +141,18 @@ class UnevenRates(Uneven):
         Manual.training_step(self, batch, batch_idx)
 
 
+class Normed(Manual):
+    """A layer has buffers, and the step has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.BatchNorm1d(4)
+        self.register_buffer("own", torch.zeros(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.idle(self.first(rows))))
+
+
 class Seen(Callback):
     """The model's parameters by stage, while it is cut."""
 
@@ -231,6 +244,26 @@ def test_attributes_are_those_of_the_last_microbatch() -> None:
     module = Warmed()
     fitted(module, stages())
     assert module.mark == 15
+
+
+def test_a_later_batch_copies_no_buffers_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[list[str]] = []
+    take = Snapshot.take
+
+    def note(self: Snapshot) -> Snapshot:
+        found = take(self)
+        copied[-1] += [kept.ref.name for kept in found._tensors]
+        return found
+
+    class Batches(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            copied.append([])
+
+    copied.append([])
+    monkeypatch.setattr(Snapshot, "take", note)
+    fitted(Normed(), stages(), Batches())
+    assert "idle.running_mean" in copied[0]  # of the probe
+    assert set(copied[3]) == {"own"}
 
 
 def test_rates_that_differ_by_microbatch_are_refused() -> None:
