@@ -78,9 +78,8 @@ class _Dict(Adapter):
 
     def same(self, value: Any, content: Any) -> bool:
         now = self.read(value)
-        return list(now) == list(content) and _same_items(
-            list(now.values()), list(content.values())
-        )
+        same_keys = _same_items(list(now), list(content))
+        return same_keys and _same_items(list(now.values()), list(content.values()))
 
     def fill(self, value: Any, content: Any) -> None:
         dict.clear(value)

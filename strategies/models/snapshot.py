@@ -68,6 +68,9 @@ class Snapshot:
             compared, and a copy takes the place of a changed tensor, which a graph may need.
         bookkeeping: Whether it includes what torch and Lightning keep on each module (hooks,
             tables of parameters), and the module's torch generators.
+
+    Attributes:
+        knows_modules: Whether the next ``take`` looks at the same modules as the last one.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Snapshot:
         self._skip = [layer for layer in skip if layer is not module]
         self._exact = exact
         self._bookkeeping = bookkeeping
+        self.knows_modules = False
         self._tables: list[_Table] = []
         self._containers: list[tuple[StateRef, Any, Adapter, Any]] = []
         self._tensors: list[_KeptTensor] = []
@@ -89,15 +93,12 @@ class Snapshot:
         self._seen: dict[int, Any] = {}
         self._bytes = 0
 
-    @property
-    def knows_modules(self) -> bool:
-        return bool(self._tables)
-
     def forget_modules(self) -> None:
         """The next ``take`` looks for modules again: hooks may make some."""
-        self._tables = []
+        self.knows_modules = False
 
     def _find_tables(self) -> None:
+        self.knows_modules, self._tables = True, []
         inside = {id(child) for layer in self._skip for child in layer.modules()}
         for name, child in self._module.named_modules():
             # Torch's own modules keep nothing besides buffers.
@@ -113,7 +114,7 @@ class Snapshot:
 
     def take(self) -> Snapshot:
         """Notes the present state."""
-        if not self._tables:
+        if not self.knows_modules:
             self._find_tables()
         self._containers, self._tensors, self._generators = [], [], []
         self._seen, self._bytes = {}, 0

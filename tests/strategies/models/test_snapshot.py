@@ -262,3 +262,27 @@ def test_arguments_of_a_call_are_as_they_were() -> None:
     assert vars(cache) == {"keys": [tensor], "seen": 0}
     assert (dict(record), vars(record)) == ({"a": 1}, {"a": 1})
     assert library.prog != "other"
+
+
+def test_a_dict_whose_keys_are_other_tensors_is_filled_again(module: Module) -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    module.state: dict[Any, int] = {weights[0]: 1}
+    state = Snapshot(module, [module.layer]).take()
+    del module.state[weights[0]]
+    module.state[weights[1]] = 1
+    assert state.changed() == {StateRef("", "state")}
+    state.restore()
+    assert [*module.state] == weights[:1]
+
+
+def test_modules_that_hooks_make_are_followed_from_the_next_pass_on(module: Module) -> None:
+    state = Snapshot(module, [module.layer]).take()
+    module.later = Module()
+    module.count = 1
+    state.forget_modules()
+    assert not state.knows_modules
+    state.restore()  # as far as it knew
+    assert module.count == 0
+    state.take()
+    module.later.count = 1
+    assert state.changed() == {StateRef("later", "count")}
