@@ -220,8 +220,8 @@ class Snapshot:
     def table(self, ref: StateRef) -> dict[str, Any]:
         """The dictionary that has a place's value."""
         if ref == _STOP:
-            trainer: Any = self._module._trainer
-            return vars(trainer)
+            attributes: dict[str, Any] = vars(self._module._trainer)
+            return attributes
         module = self._module.get_submodule(ref.module)
         found: dict[str, Any] = module._buffers if self.is_buffer(ref) else module.__dict__
         return found
