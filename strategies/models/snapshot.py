@@ -144,7 +144,8 @@ class Snapshot:
         self._seen[id(value)] = value
         content = adapter.read(value)
         self._containers.append((ref, value, adapter, content))
-        if depth == _DEPTH or (self._bookkeeping and len(content) > _MANY):
+        long = isinstance(content, list | dict | set | tuple) and len(content) > _MANY
+        if depth == _DEPTH or (self._bookkeeping and long):
             return
         inner = () if isinstance(value, tuple | set) else (_Holder(adapter, value), content)
         for name, item in adapter.items(content):

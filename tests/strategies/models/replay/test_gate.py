@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -35,7 +36,15 @@ class Guarded:
 
 @pytest.mark.parametrize(
     "value",
-    [Frozen(a=1), MappingProxyType({"a": 1}), Guarded(), torch.Size([1]), iter([1]), UserDict(a=1)],
+    [
+        Frozen(a=1),
+        MappingProxyType({"a": 1}),
+        Guarded(),
+        torch.Size([1]),
+        iter([1]),
+        UserDict(a=1),
+        np.array(1.0),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_attributes_of_any_kind_are_left_as_they_are(value: Any) -> None:
