@@ -25,10 +25,10 @@ from launcher.config.check import check_range
 from launcher.config.decode import brings_own, decode
 from launcher.config.key import keys_of
 from launcher.config.pipeline import ASSUMED, AUTO, QUICK, HardwareConfig
-from launcher.config.reference import reference
 from launcher.planning.hardware_fit import hardware_values
 from launcher.planning.profile_check import fingerprint, rank_threads, this_machine
 from launcher.planning.question import planned_gpus
+from launcher.planning.reference import reference
 from launcher.processes.local import (
     LocalRanks,
     own_folder,

@@ -7,6 +7,7 @@ docs/reference/metrics.md has the names of the metrics, docs/guides/dashboards.m
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import LaunchConfig
@@ -26,7 +27,10 @@ def run(config: LaunchConfig) -> int:
     project = config.tracking.project
     try:
         import wandb
-        import wandb_workspaces.workspaces as ws
+
+        with warnings.catch_warnings():  # Its own, when it is imported.
+            warnings.filterwarnings("ignore", "Pydantic V1 style", DeprecationWarning)
+            import wandb_workspaces.workspaces as ws
     except ModuleNotFoundError as error:
         fix = f"Try {install_words('wandb-workspaces')}."
         raise PlanError("mode=dashboard needs the package wandb-workspaces.", fix=fix) from error

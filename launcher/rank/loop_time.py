@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
 from launcher.config import LaunchConfig
-from launcher.config.reference import reference
+from launcher.planning.reference import reference
 from launcher.rank.callbacks import pipeline
 from launcher.resolve import resolve
 

@@ -59,4 +59,4 @@ def test_one_that_waits_is_refused_by_the_member_it_waits_for(
 ) -> None:
     first, last = ranks(2).run(ask_one_that_waits)
     assert first is None
-    assert "instead of hiding under it" in last and "overlap=none" in last
+    assert "instead of under it" in last and "overlap=none" in last

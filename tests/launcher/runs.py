@@ -127,7 +127,13 @@ class Started:
 
         def there() -> bool:
             assert self.process.poll() is None, self.output + self.errors
-            files = list(self.cwd.rglob("metrics.csv"))
+            # Not rglob: a folder of a checkpoint may go while it is looked into.
+            files = [
+                Path(folder, name)
+                for folder, _, names in os.walk(self.cwd)
+                for name in names
+                if name == "metrics.csv"
+            ]
             return bool(files) and len(files[0].read_text().splitlines()) > step
 
         assert within(timeout_s, there), self.output + self.errors

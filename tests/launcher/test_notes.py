@@ -104,4 +104,4 @@ def test_a_start_says_the_size_of_microbatches_only_where_it_is_known(data, want
     run = resolve(from_dict({"pp": 2, "trainer": {"accelerator": "cpu"}, **data}))
     _announce(run, None, Path("x"))
     assert wanted in "".join(capsys.readouterr())
-    assert f", {wanted.partition(' x')[0].strip()} per step and replica" in _plan(run)
+    assert f", {wanted.partition(' x')[0].strip()} per step and replica" in _plan(run, None)

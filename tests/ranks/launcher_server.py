@@ -31,8 +31,6 @@ from tests.ranks.rank_server import REPOSITORY, VARIABLES
 
 # Read by Python itself, or while something is imported.
 _READ_EARLY = ("PYTHON", "LANG", "LC_", "TZ", "MPL", "LD_")
-# All are errors but those of wandb-workspaces, when it is imported.
-_WARNINGS = ("-W", "error", "-W", "ignore:Pydantic V1 style:DeprecationWarning")
 _LAUNCHER = ("-m", "launcher")
 _LAZY = (
     "launcher.commands.evaluate", "launcher.commands.layouts", "launcher.commands.ranks",
@@ -105,7 +103,7 @@ def _address() -> str:
         listener.bind(address)
         listener.listen(16)  # Who comes before all is imported waits.
         process = subprocess.Popen(
-            [sys.executable, *_WARNINGS, "-m", __name__, str(listener.fileno())],
+            [sys.executable, "-W", "error", "-m", __name__, str(listener.fileno())],
             env=VARIABLES,
             cwd=REPOSITORY,
             pass_fds=(listener.fileno(),),
@@ -127,7 +125,7 @@ def _address() -> str:
 def main() -> None:
     listening = int(sys.argv[1])
     # As it is while `python -m launcher` imports the package, which looks.
-    sys.argv[0], sys.orig_argv[:] = "-m", [sys.executable, *_WARNINGS, *_LAUNCHER]
+    sys.argv[0], sys.orig_argv[:] = "-m", [sys.executable, "-W", "error", *_LAUNCHER]
     program = importlib.import_module("launcher.__main__")
     for name in _LAZY:
         importlib.import_module(name)

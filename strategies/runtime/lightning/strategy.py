@@ -50,10 +50,10 @@ from strategies.runtime.lightning.manual_optimization import ManualOptimization,
 from strategies.runtime.lightning.ranks_strategy import make_device_mesh
 from strategies.runtime.lightning.request import Keywords, check_request, plan_and_options
 from strategies.runtime.lightning.setup_strategy import SetupStrategy
-from strategies.runtime.lightning.stage_listing import list_stages
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.recorder import StepStats, gather_timeline
+from strategies.tracing.stage_listing import list_stages
 
 _log = logging.getLogger(__name__)
 _SAVE = "on_save_checkpoint"
@@ -224,7 +224,7 @@ class PipelineStrategy(SetupStrategy):
         >>> print(PipelineStrategy(pp=2).describe(module, batch))  # doctest: +SKIP
         rank 0: stage 0: net.in, net.0 to 3, 688 parameters, 55 % of the forward; to stage 1: ...
         """
-        return list_stages(module, batch, self._plan, self._options)
+        return list_stages(module, batch, count_rows(batch), self._plan, self._options)
 
     # ------------------------------------------------------------- set-up
 

@@ -153,5 +153,5 @@ def test_torchtitans_flags_are_read_from_a_script(tmp_path: Path):
 def test_100_megabytes_are_refused_at_once(tmp_path: Path):
     with (tmp_path / "t.toml").open("wb") as stream:
         stream.truncate(100_000_000)
-    with pytest.raises(PipelineError, match="at most 16777216"):
+    with pytest.raises(PipelineError, match="more than 16,777,216 bytes"):
         read_their_file(str(tmp_path / "t.toml"), Asked())

@@ -9,15 +9,15 @@ import lightning.pytorch as pl
 from strategies.compiler import compile_plan
 from strategies.plan import Options, Plan
 from strategies.planner.stage_layers import stage_layers
-from strategies.runtime.step.microbatch import count_rows
 
 
-def list_stages(module: pl.LightningModule, batch: Any, plan: Plan, options: Options) -> str:
-    """A line per stage, in the order of ranks."""
+def list_stages(
+    module: pl.LightningModule, batch: Any, rows: int, plan: Plan, options: Options
+) -> str:
+    """A line per stage, in the order of ranks; ``rows``: of the batch."""
     from strategies.tracing.trace import trace_model  # with torch's operator tables: half a second
 
     placement = compile_plan(plan).train.placement
-    rows = count_rows(batch)
     trace = trace_model(module, [(rows, batch)], chain=options.pipeline_layers)
     counts = options.units_per_stage
     lines = stage_layers(trace, placement.num_stages, counts, rows=rows)
