@@ -22,7 +22,7 @@ from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRa
 
 if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
-    from strategies.models.replay.rows.whole_values import Dealer, Step
+    from strategies.models.replay.rows.draws import BatchDraws
     from strategies.models.selective.policy import Selection
     from strategies.models.state import Generators
     from strategies.sharding_plan import ShardingPlan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["train", "validate", "test", "predict"]
 Search = Callable[[nn.Module, Any], "ShardingPlan"]
+Step = tuple[Mode, int, Hashable]  # number of the loader or way, structure of the batch
 
 STEP_NAMES: dict[Mode, str] = {
     "train": "training_step",
@@ -173,7 +174,7 @@ class StageModel(ABC):
                 empty for stage 0.
             batch: The microbatch, as the user's data loader made it; the same on every stage.
             batch_idx: Index of the batch (not of the microbatch), as Lightning counts.
-            microbatch: Index inside the batch.
+            microbatch: Index inside the batch; -1 in one of an earlier batch.
             mode: Which of the user's steps runs.
             seed: With a seed, every unit reseeds the generators from (seed, unit index) so that
                 dropout does not depend on the cut; None leaves the generators alone.
@@ -276,27 +277,24 @@ class StageModel(ABC):
     ) -> RowsMixed:
         """Where rows of a batch have a part in what others come to, before the last layer.
 
-        Args:
-            step: What ``dealer`` knows it by, who has looked at it.
-            whole: A batch.
-            parts: Its rows, in order, in two batches.
-            rows: How many each has.
-            batch_idx: The batch's number.
+        ``parts`` are two batches of the rows of ``whole``, in order, with so many ``rows`` each.
         """
         return RowsMixed()
 
-    @property
-    def dealer(self) -> Dealer | None:
-        """Who has what is made for all rows of a batch at once, without layers; None if nobody."""
-        return None
+    def drew(self, step: Step, batch: Any, batch_idx: int) -> tuple[bool, bool]:
+        """Whether a step draws random numbers itself, and whether by Python or numpy."""
+        return False, False
 
-    def last_place(self, mode: Mode) -> tuple[int, int] | None:
-        """Where in the step the last stage begins: calls and operations; None if nobody knows."""
-        return None
+    def draw_from(self, draws: BatchDraws | None) -> None:  # noqa: B027  # nothing between units
+        """Lets passes draw from these numbers; from their seeds if None."""
+
+    def reads(self, step: Step, batch: Any, batch_idx: int, change: Callable[[], None]) -> bool:
+        """Whether stages before the last one come to other values behind a change of the module."""
+        return True
 
     @property
     def draws(self) -> Mapping[Mode, bool]:
-        """For each mode that has run, whether the step draws random numbers between layers."""
+        """For each mode that has run, whether microbatches draw numbers of their own."""
         return {}
 
     def layers(self) -> Iterator[nn.Module]:
@@ -409,11 +407,13 @@ class StageModel(ABC):
         return False
 
     def switched(self) -> bool:
-        """Whether numbers that the training step reads are nil or one that were not, or back.
-
-        What is known of its rows is then that of steps with these numbers.
-        """
+        """Whether numbers that the training step reads are nil or one that were not, or back."""
         return False
+
+    @property
+    def look(self) -> Hashable:
+        """Of what the last look at a step's rows holds: numbers that it reads, and hooks."""
+        return None
 
     def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
         """Which way the training step goes for a batch, by its number; None if to no layer.

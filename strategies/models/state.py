@@ -68,17 +68,13 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Puts the generators back afterwards, so that a step does not steer the next data order."""
-    cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state() if cuda_is_used() else None
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+def seed_all(seed: int) -> None:
+    """All generators, without a word to Lightning."""
+    seed_torch(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(seed % 2**32)
 
 
 TorchState = tuple[Tensor, Tensor | None]  # of the generators on CPU and current device
@@ -87,6 +83,23 @@ TorchState = tuple[Tensor, Tensor | None]  # of the generators on CPU and curren
 def torch_state() -> TorchState:
     cuda = torch.cuda.get_rng_state() if cuda_is_used() else None
     return torch.default_generator.get_state(), cuda
+
+
+def set_torch_state(state: TorchState) -> None:
+    cpu, cuda = state
+    torch.default_generator.set_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Puts the generators back afterwards, so that a step does not steer the next data order."""
+    state = torch_state()
+    try:
+        yield
+    finally:
+        set_torch_state(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,24 +139,30 @@ class Generators:
             arrays.append((self.cuda, now.cuda))
         return alike and all(torch.equal(before, after) for before, after in arrays)
 
-    def written(self) -> list[str | None]:
-        """Torch's part in letters, for other ranks."""
-        parts = (self.cpu, self.cuda)
-        return [None if p is None else b64encode(p.numpy().tobytes()).decode() for p in parts]
+    def written(self, *, host: bool) -> list[Any]:
+        """JSON-ready, for other ranks; ``host``: with Python and numpy."""
+        parts = [None if p is None else encoded(p) for p in (self.cpu, self.cuda)]
+        if not host:
+            return [*parts, None, None]
+        numpy = self.numpy and [self.numpy[0], self.numpy[1].tolist(), *self.numpy[2:]]
+        return [*parts, self.python, numpy]
 
     def with_torch(self, cpu: Tensor, cuda: Tensor | None) -> Generators:
         """With another state of torch's generators."""
         return replace(self, cpu=cpu, cuda=self.cuda if cuda is None else cuda)
 
     @classmethod
-    def read(cls, written: Sequence[str | None]) -> Generators:
-        """Torch's part as ``written``, the others where they are now."""
-        cpu, cuda = (
-            None if p is None else torch.frombuffer(bytearray(b64decode(p)), dtype=torch.uint8)
-            for p in written
-        )
-        assert cpu is not None
-        return cls.now().with_torch(cpu, cuda)
+    def read(cls, written: Sequence[Any]) -> Generators:
+        """As ``written``; what that lacks is where it is now."""
+        cpu, cuda, python, numpy = written
+        found = cls.now().with_torch(decoded(cpu), None if cuda is None else decoded(cuda))
+        if python is not None:
+            found = replace(found, python=(python[0], tuple(python[1]), python[2]))
+        if numpy is None or found.numpy is None:
+            return found
+        keys = found.numpy[1].copy()
+        keys[:] = numpy[1]
+        return replace(found, numpy=(numpy[0], keys, *numpy[2:]))
 
     def marks(self) -> tuple[int, int, int]:
         """Of torch, Python and numpy: the same number on ranks that draw the same."""
@@ -166,12 +185,19 @@ class Generators:
 
     def put_back(self, *, host_only: bool = False) -> None:
         if not host_only:
-            torch.default_generator.set_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda)
+            set_torch_state((self.cpu, self.cuda))
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
+
+
+def encoded(state: Tensor) -> str:
+    """A generator's state in letters."""
+    return b64encode(state.numpy().tobytes()).decode()
+
+
+def decoded(letters: str) -> Tensor:
+    return torch.frombuffer(bytearray(b64decode(letters)), dtype=torch.uint8)
 
 
 def own_generators(module: nn.Module) -> list[tuple[torch.Generator, Tensor]]:

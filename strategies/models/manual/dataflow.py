@@ -263,6 +263,7 @@ class FlowProbe(Probe):
             tuple(tuple(events) for events in record.events),
             (),
             clones_batch,
+            drew=record.drew,
         )
         return Flow(
             path,

@@ -38,8 +38,7 @@ from strategies.models.replay.hole import (
 )
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Key, Position
-from strategies.models.replay.rows.value_run import ValueRun
-from strategies.models.replay.rows.whole_values import Hand
+from strategies.models.replay.rows.draws import RunDraws
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.replay.stage_run import dense, like_sent
 from strategies.models.stage_model import LogCall
@@ -147,29 +146,12 @@ class Scout(ShapeMode):
         self._since_mark = 0
 
 
-class ValueScout(ValueRun):
-    """Goes through a step without its layers, for what is made of all rows of a batch."""
-
-    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if func is Tensor.backward:
-            return None
-        if reads_number(func, args):
-            return Unknown()
-        return super().on_operation(func, args, kwargs)
-
-    def backward(self, loss: Any, *_: Any, **__: Any) -> None:
-        """There is nothing to go back through."""
-
-    def act(self, action: Action) -> None:
-        """Nothing is updated: this is no training."""
-
-
 class FlowRun(ShapeMode):
     """Goes through one step for one stage: real where the layout says so, holes elsewhere.
 
     ``seed`` is that of this step and microbatch, ``modules`` are the LightningModule's by name; the
-    rest is as for ``StageRun``. ``pause`` stops the step and tells why; ``hand`` has the whole
-    batch's values for this microbatch's rows.
+    rest is as for ``StageRun``. ``pause`` stops the step and tells why; the step draws from
+    ``draws``.
     """
 
     refuses_gradients = False
@@ -188,11 +170,11 @@ class FlowRun(ShapeMode):
         cache: dict[Hashable, Outcome],
         selective: Mapping[int, SelectiveLayer],
         pause: Callable[[Report], Any] | None = None,
-        hand: Hand | None = None,
+        draws: RunDraws | None = None,
     ) -> None:
         super().__init__(units, device, cache)
         self.segment = 0
-        self._hand = hand
+        self._draws = draws
         self.loss: Any = None
         self.logs = LogCapture(self._keeps, module)
         self._root = module
@@ -353,7 +335,6 @@ class FlowRun(ShapeMode):
         position = (call + 1, 0)
         self._reach(position)
         if self._layout.homes[position] == self._stage:
-            args, kwargs = self._dealt(args, kwargs)
             layer = self._selective.get(index)
             result = forward(*args, **kwargs) if layer is None else layer.run(forward, args, kwargs)
             produced = tensors(result)
@@ -389,11 +370,7 @@ class FlowRun(ShapeMode):
             real = self._layout.homes[position] == self._stage
         else:
             real = not any(isinstance(t, Hole) for t in tensors((args, kwargs)))
-        if real:
-            args, kwargs = self._dealt(args, kwargs)
-            result = func(*args, **kwargs)
-        else:
-            result = self._answer(func, args, kwargs)
+        result = func(*args, **kwargs) if real else self._answer(func, args, kwargs)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
             if not due:
@@ -407,14 +384,9 @@ class FlowRun(ShapeMode):
         return result
 
     def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if self._hand is not None and self._inside is None and self._hand.draws(func):
-            return self._hand.draw(func, args, kwargs)
+        if self._draws is not None and self._inside is None:
+            return self._draws.draw(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if self._hand is None:
-            return args, kwargs
-        return self._hand.arguments(self._position, args, kwargs, self.tracked)
 
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         outcome = self.answer(func, args, kwargs)

@@ -18,8 +18,8 @@ from strategies.errors import ModelError
 from strategies.models.logs import LogCapture, no_means
 from strategies.models.manual.dataflow import refuse_gradients
 from strategies.models.replay.hole import Args, Function, Hole, Kwargs, user_line
+from strategies.models.replay.rows.batch_rows import Share
 from strategies.models.replay.rows.row_scout import RowScout, scout
-from strategies.models.replay.rows.value_plan import Share
 
 
 class LossScout(RowScout):
@@ -79,8 +79,8 @@ def compare_losses(
     if mixed is not None:
         raise ModelError(
             f"{mixed}: {step} mixes rows of the batch between its layers: what this layer gets for "
-            "a row depends on the others, and microbatches have some of them. Use "
-            "num_microbatches=1."
+            "a row depends on the others, and microbatches have some of them. Mix rows of the "
+            "batch itself in on_after_batch_transfer, or use num_microbatches=1."
         )
     for number, (line, loss) in enumerate(both.losses):
         if any(len(one.losses) <= number for one in some):

@@ -9,10 +9,10 @@ is handed to whoever runs the passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from strategies.models.manual.flow_run import (
     Reached,
     Report,
     Returned,
-    ValueScout,
     Waits,
 )
 from strategies.models.manual.row_check import LossScout, compare_losses
@@ -40,15 +39,12 @@ from strategies.models.replay.probing import (
     batch_device,
 )
 from strategies.models.replay.replay_model import ReplayModel
+from strategies.models.replay.rows.batch_rows import Share
+from strategies.models.replay.rows.draws import BatchDraws, RunDraws
 from strategies.models.replay.rows.row_scout import RowScout
-from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Values
-from strategies.models.replay.rows.whole_values import Dealer, Hand, Step, Where
 from strategies.models.snapshot import restoring
-from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageOutput
-from strategies.models.state import kept_generators
-
-if TYPE_CHECKING:
-    pass
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageOutput, Step
+from strategies.models.state import Generators, kept_generators
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,8 @@ class SegmentModel(DividedStep):
         self._seeds: Sequence[int] = ()
         self._replay: ReplayModel | None = None
         self._ordered: dict[Step, bool] = {}
-        self._dealer = Dealer(self._values, lambda step, batch, where: 0)
+        self._draws: BatchDraws | None = None
+        self._run_draws: dict[tuple[int, int], RunDraws] = {}
 
     # -- a batch in training ---------------------------------------------------------------
 
@@ -172,6 +169,7 @@ class SegmentModel(DividedStep):
             self._keep_attributes(max(place[1] for place in self._strands))
         self._strands.clear()
         self._runs.clear()
+        self._run_draws.clear()
         self._current = None
         return ended
 
@@ -247,13 +245,16 @@ class SegmentModel(DividedStep):
         pause: Callable[[Report], Any],
     ) -> Any:
         """The body of a strand: the user's step, from its beginning to its end."""
+        draws = self._run_draws.get(place)
         run = self._current = self._runs[place] = self._run(
-            "train", layout, place[0], seed, device, pause, self._dealer.hand(place[1])
+            "train", layout, place[0], seed, device, pause, draws
         )
         run.begin()
         with run:
             result = call_step(self._module, "train", batch, batch_idx)
         run.ended()
+        if draws is not None:
+            draws.end()
         return result
 
     def _run(
@@ -264,7 +265,7 @@ class SegmentModel(DividedStep):
         seed: int | None,
         device: torch.device,
         pause: Callable[[Report], Any] | None,
-        hand: Hand | None = None,
+        draws: RunDraws | None = None,
     ) -> FlowRun:
         return FlowRun(
             self._modules,
@@ -278,7 +279,7 @@ class SegmentModel(DividedStep):
             cache=self._caches.setdefault(mode, {}),
             selective=self._selective,
             pause=pause,
-            hand=hand,
+            draws=draws,
         )
 
     def _resume(self, place: tuple[int, int], answer: Any) -> None:
@@ -292,11 +293,20 @@ class SegmentModel(DividedStep):
             strand.own_attributes(self._watched()),
             self._own_rates(strand),
             strand.own_draws(self._seeds[place[1]]),
+            self._seeding(place),
             self._gates(),
             shown,
             kept_generators(),
         ):
             strand.resume(answer)
+
+    def _seeding(self, place: tuple[int, int]) -> AbstractContextManager[None]:
+        """Around a part of a step, which may set seeds of what it draws."""
+        if self._draws is None:
+            return nullcontext()
+        if place not in self._run_draws:
+            self._run_draws[place] = self._draws.run(place[1])
+        return self._run_draws[place].seeding()
 
     @contextmanager
     def _own_rates(self, strand: Strand) -> Iterator[None]:
@@ -361,7 +371,7 @@ class SegmentModel(DividedStep):
         if which not in self._ordered:
             if self._replay is None:
                 self._replay = ReplayModel.divided(
-                    self._module, self._units, self._table, self._parameters, self._dealer
+                    self._module, self._units, self._table, self._parameters
                 )
             try:
                 self._replay.follow(which, batch, batch_idx, dataloader_idx)
@@ -444,35 +454,25 @@ class SegmentModel(DividedStep):
             processes.end()
             run.close()
 
-    # -- what is made for all rows of a batch --------------------------------------------------
+    # -- what a step draws, and its losses -----------------------------------------------------
 
     @property
-    def dealer(self) -> Dealer:
-        return self._dealer
+    def look(self) -> Hashable:
+        return "manual"
 
-    def _values(
-        self,
-        which: Step,
-        batch: Any,
-        where: Where,
-        plan: ValuePlan | None,
-        neutral: bool,
-        given: Given | None = None,
-    ) -> Values:
-        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
-        if which[0] != "train":
-            if not self._in_order((which[0], which[1], structure(batch)), batch, *where):
-                return Values()
-            assert self._replay is not None
-            return self._replay.values(which, batch, where, plan, neutral, given)
-        device = batch_device(batch, self._module)
-        cache = self._caches["train"]
-        run = ValueScout(self._modules, device, cache, plan, neutral=neutral, given=given)
-        with restoring(self._module) if plan is None else nullcontext(), self._looked_at(run):
-            with suppress(StageDone), run:
-                run.begin()
-                call_step(self._module, "train", cloned(batch), where[0])
-            return run.close()
+    def drew(self, step: Step, batch: Any, batch_idx: int) -> tuple[bool, bool]:
+        if step[0] == "train":
+            assert self._layout is not None
+            return self._layout.flow.path.drew
+        if not self._in_order(step, batch, batch_idx, step[1] or None):
+            return False, False
+        assert self._replay is not None
+        return self._replay.drew(step, batch, batch_idx)
+
+    def draw_from(self, draws: BatchDraws | None) -> None:
+        self._draws = draws
+        if self._replay is not None:
+            self._replay.draw_from(draws)
 
     @contextmanager
     def _looked_at(self, run: Any) -> Iterator[None]:
@@ -489,34 +489,27 @@ class SegmentModel(DividedStep):
 
         Args:
             layout: The way.
-            step: What ``dealer`` knows it by.
+            step: Which step.
             whole: A batch.
             parts: Its rows, in two batches.
             rows: How many each has.
         """
-        plan = self._dealer.plan(step)
-        shares = [Share(0, rows[0], sum(rows)), Share(rows[0], rows[1], sum(rows))]
-        self._dealer.clear()
-        if plan is not None and not plan.is_empty:
-            with restoring(self._module):
-                everything = Share(0, sum(rows), sum(rows))
-                self._dealer.deal(step, whole, [*shares, everything], where=(0, None))
+        path = layout.flow.path
+        looks = BatchDraws(self._module, Generators.now(), rows, looks=True)
 
         def run(batch: Any, share: Share, both: RowScout | None) -> LossScout:
-            number = shares.index(share) if share in shares else None
-            device = batch_device(batch, self._module)
             scout = LossScout(
                 self._modules,
-                device,
+                batch_device(batch, self._module),
                 self._caches["train"],
-                path=layout.flow.path,
+                path=path,
                 share=share,
                 whole=both,
-                hand=self._dealer.hand(number),
+                draws=looks.run(None if both is None else int(share.start > 0)),
             )
             scout.logs = logs = LogCapture(lambda value: not isinstance(value, Hole), self._module)
-            with restoring(self._module), torch.no_grad(), self._looked_at(scout), scout:
-                call_step(self._module, "train", cloned(batch), 0)
+            with restoring(self._module), torch.no_grad(), self._looked_at(scout):
+                scout.step(partial(call_step, self._module, "train", cloned(batch), 0))
             scout.logged = logs.calls()
             return scout
 

@@ -28,13 +28,13 @@ from strategies.models.replay.layout import (
 )
 from strategies.models.replay.path import Boundary, Call, Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, batch_device, probe_units
-from strategies.models.replay.rows.whole_values import Dealer, Step
 from strategies.models.replay.step_paths import FollowedSteps, refuse_left
 from strategies.models.replay.unit_search import select_units
 from strategies.models.stage_model import (
     STEP_NAMES,
     Mode,
     Search,
+    Step,
     Unit,
 )
 from strategies.models.tensor_parallel.plan_trial import Example, cut_layers, found_plan
@@ -132,11 +132,10 @@ class CutModule(FollowedSteps):
         units: dict[str, nn.Module],
         table: ParameterTable,
         parameters: tuple[tuple[str, ...], ...],
-        dealer: Dealer,
     ) -> Self:
         """For a module that somebody else has cut: only evaluates, where its weights are now.
 
-        ``parameters`` are those of each stage; ``dealer`` is the other's.
+        ``parameters`` are those of each stage.
         """
         first: Step = ("train", 0, None)
         model = cls(
@@ -146,7 +145,6 @@ class CutModule(FollowedSteps):
         calls = tuple(range(0) for _ in parameters)
         model._layouts = {first: Layout(calls, (), parameters, none, ())}
         model._owned = frozenset(range(len(parameters)))
-        model._dealer = dealer
         return model
 
     @property
@@ -226,14 +224,6 @@ class CutModule(FollowedSteps):
     def release(self) -> None:
         self._table.free(self._table.freed)
 
-    @property
-    def dealer(self) -> Dealer:
-        return self._dealer
-
-    def last_place(self, mode: Mode) -> tuple[int, int] | None:
-        places = [o.cuts[-1][0].position for key, o in self._layouts.items() if key[0] == mode]
-        return max(places, default=None)
-
     def _last_cut(self, which: Step) -> Cut:
         """The cut behind the last layer, where nothing is sent: values keep their layout."""
         cut = self._paths[which].cuts[-1]
@@ -249,7 +239,8 @@ class CutModule(FollowedSteps):
         draws: dict[Mode, bool] = {}
         for (mode, *_), path in self._paths.items():
             random = any(event.random for events in path.events for event in events)
-            draws[mode] = draws.get(mode, False) or random
+            own = self._draws is not None and self._draws.own_drawn
+            draws[mode] = draws.get(mode, False) or random or own
         return draws
 
     def layers(self) -> Iterator[nn.Module]:

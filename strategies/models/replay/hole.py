@@ -308,14 +308,6 @@ def checks_arguments() -> bool:
     return False
 
 
-def works_in(file: str) -> bool:
-    """Whether the function that does something right now is one of ``file``."""
-    for frame in _frames():
-        if not frame.f_code.co_filename.startswith(_MODELS):
-            return frame.f_code.co_filename == file
-    return False
-
-
 def reads_gradient() -> bool:
     """Whether a gradient is looked at for itself, not to move a module to another device."""
     for frame in _frames():

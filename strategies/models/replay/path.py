@@ -99,7 +99,7 @@ class Path:
             there is none.
         clones_batch: Whether the step writes into its batch.
         left: Attributes that the step leaves with values from before its last layer, and which.
-        drew: Whether the step itself has drawn random numbers.
+        drew: Whether the step itself has drawn random numbers, and whether by Python or numpy.
         kept: Values that the step keeps on its module, or returns in a dict.
     """
 
@@ -109,7 +109,7 @@ class Path:
     cuts: tuple[Cut | str, ...]
     clones_batch: bool
     left: tuple[tuple[str, tuple[int, int, int]], ...] = ()
-    drew: bool = False
+    drew: tuple[bool, bool] = (False, False)
     kept: frozenset[tuple[int, int, int]] = frozenset()
 
     def name(self, call: int) -> str:

@@ -81,7 +81,7 @@ class Record:
     collectives: list[tuple[int, str]] = field(default_factory=list)
     left: list[tuple[str, tuple[int, int, int]]] = field(default_factory=list)
     refused: ModelError | None = None  # for those who make an error of their own of it
-    drew: bool = False  # whether the step itself has drawn random numbers
+    drew: tuple[bool, bool] = (False, False)  # as of the path
     kept: list[Key] = field(default_factory=list)  # what the step keeps or returns
 
 

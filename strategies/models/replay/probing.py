@@ -25,7 +25,6 @@ from strategies.models.replay.hole import Hole, Spec, error_line, user_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
-from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.replay.side_effects import (
     SideEffectError,
     files_at_rest,
@@ -42,7 +41,13 @@ from strategies.models.replay.unit_search import (
 )
 from strategies.models.snapshot import Snapshot, restoring
 from strategies.models.stage_model import STEP_NAMES, Mode
-from strategies.models.state import Generators, generator_words, is_generator, own_generators
+from strategies.models.state import (
+    Generators,
+    generator_words,
+    is_generator,
+    own_generators,
+    seed_all,
+)
 
 P = TypeVar("P", bound=Probe)
 _GUARDS = 30  # of a step that stops where a value is not as it should be
@@ -83,7 +88,7 @@ def probe_units(
 
     try:
         found = [probed(0)]
-        if found[0].path.drew and has_branches(module, STEP_NAMES[mode], found[0].units):
+        if found[0].path.drew[0] and has_branches(module, STEP_NAMES[mode], found[0].units):
             found.append(probed(1))
             if found[1].path.calls != found[0].path.calls:
                 found += map(probed, range(2, _TRIES))
@@ -289,7 +294,8 @@ def _run_probe(
             with probe.costs, probe:
                 result = call_step(module, mode, batch, batch_idx, dataloader_idx)
             drawn = any(not generator.get_state().equal(state) for generator, state in own)
-            probe.record.drew = drawn or not begun.are_now()
+            host = not begun.are_now(host_only=True)
+            probe.record.drew = (drawn or not begun.are_now(), host)
         except SideEffectError as error:  # It may be a report before the step gives up.
             if probe.record.deferred:
                 raise _StoppedError(error, len(probe.record.deferred) - 1) from error

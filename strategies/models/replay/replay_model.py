@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,13 +28,18 @@ from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Cut
 from strategies.models.replay.probing import Probed, batch_device
-from strategies.models.replay.rows.batch_rows import Pair, RowRun, Rows, find_rows, join
-from strategies.models.replay.rows.packed_rows import AsInBatch
-from strategies.models.replay.rows.row_scout import RowScout, kept_number, number_of_rows, scout
-from strategies.models.replay.rows.value_plan import Given, Share, ValuePlan, Values
-from strategies.models.replay.rows.value_run import ValueRun
-from strategies.models.replay.rows.whole_values import Hand, Step, Where
+from strategies.models.replay.rows.batch_rows import RowRun, Rows, Share, find_rows, join
+from strategies.models.replay.rows.draws import BatchDraws, RunDraws
+from strategies.models.replay.rows.dry_run import DryRun, DryTrace
+from strategies.models.replay.rows.row_scout import (
+    FewRowsError,
+    RowScout,
+    kept_number,
+    number_of_rows,
+    scout,
+)
 from strategies.models.replay.stage_run import StageRun
+from strategies.models.replay.step_paths import Where
 from strategies.models.snapshot import restoring
 from strategies.models.stage_model import (
     STEP_NAMES,
@@ -42,11 +47,9 @@ from strategies.models.stage_model import (
     Mode,
     RowsMixed,
     StageOutput,
+    Step,
 )
 from strategies.models.state import Generators, kept_generators
-
-if TYPE_CHECKING:
-    pass
 
 
 class ReplayModel(CutModule):
@@ -66,7 +69,7 @@ class ReplayModel(CutModule):
         super().__init__(module, first, probed)
         self._postponed = False
         self._rows: dict[Step, list[Rows | None]] = {}
-        self._value_caches: dict[Step, dict[Hashable, Outcome]] = {}
+        self._dry_caches: dict[Step, dict[Hashable, Outcome]] = {}
 
     def forward(
         self,
@@ -96,7 +99,7 @@ class ReplayModel(CutModule):
         if path.clones_batch:
             batch = cloned(batch)
         run = self._new_run(
-            which, entry, leave, inputs, seed, batch, self._dealer.hand(microbatch),
+            which, entry, leave, inputs, seed, batch, self._run_draws(microbatch),
             end=end if isinstance(end, Cut) else None, at_end=at_end,
         )  # fmt: skip
         with nullcontext() if seed is None else kept_generators():
@@ -126,11 +129,11 @@ class ReplayModel(CutModule):
 
         ways = self._rows.get(which)
 
-        before, drew = Generators.now(), False
+        before, drew, all_draws = Generators.now(), False, self._draws
 
         def joined(place: int, shape: tuple[int, ...]) -> Tensor:
             nonlocal drew
-            drew = drew or not before.are_now()
+            drew = drew or not before.are_now() or (all_draws is not None and all_draws.own_drawn)
             if short:
                 return torch.zeros(shape)  # Nobody looks: the run ends here.
             if ways is not None and len(ends) > 1:
@@ -138,8 +141,7 @@ class ReplayModel(CutModule):
             return join_parts([parts[place] for parts in ends], shares, shape)
 
         leave = end if short else None
-        hand = self._dealer.hand(None)
-        run = self._new_run(which, end, leave, joined, seed, batch, hand)
+        run = self._new_run(which, end, leave, joined, seed, batch, self._run_draws(None))
         groups = self._layouts[which].groups[-1]
         with torch.no_grad(), nullcontext() if seed is None else kept_generators():
             output = self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
@@ -159,17 +161,19 @@ class ReplayModel(CutModule):
     ) -> None:
         which: Step = (mode, dataloader_idx or 0, structure(second))
         where: Where = (batch_idx, dataloader_idx)
-        path = self._path(which, second, *where)
-        with self._dealer.aside():
-            self._dealer.clear()
-            plan = self._dealer.plan(which)
-            if plan is not None and not plan.is_empty:
-                shares = [Share(rows[0], rows[1], sum(rows)), Share(0, sum(rows), sum(rows))]
-                with restoring(self._module):
-                    self._dealer.deal(which, pair, shares, where=where)
-            both = self._row_run(Pair(sum(rows), rows[0]), None, which, pair, where)
-            one = self._row_run(both.pair, both, which, second, where)
+        share = Share(*rows, sum(rows))
+        draws = self._draws_of(which, second, where, rows)
+        both = self._row_run(share, None, which, pair, where, draws)
+        one = self._row_run(share, both, which, second, where, draws)
+        path = self._paths[which]
         self._rows[which] = find_rows(path, self._last_cut(which), both, one)
+
+    def _draws_of(
+        self, which: Step, batch: Any, where: Where, rows: Sequence[int]
+    ) -> BatchDraws | None:
+        """For runs that are compared, of a batch and of parts of it with so many rows."""
+        drew, _ = self._path(which, batch, *where).drew
+        return BatchDraws(self._module, Generators.now(), rows, looks=True) if drew else None
 
     def mixed_rows(
         self, step: Step, whole: Any, parts: Sequence[Any], rows: Sequence[int], batch_idx: int = 0
@@ -178,23 +182,18 @@ class ReplayModel(CutModule):
         path = self._path(step, whole, *where)
         if path.clones_batch or len(self._modules) < 2:
             return RowsMixed()
-        own = [Share(0, rows[0], sum(rows)), Share(rows[0], rows[1], sum(rows))]
-        plan = self._dealer.plan(step)
-        self._dealer.clear()
-        if plan is not None and not plan.is_empty:
-            with restoring(self._module):
-                every = Share(0, sum(rows), sum(rows))
-                self._dealer.deal(step, whole, [*own, every], where=where)
+        draws = self._draws_of(step, whole, where, rows)
 
         def run(batch: Any, share: Share, both: RowScout | None) -> RowScout:
+            number = None if both is None else int(share.start > 0)
             found = RowScout(
                 self._modules,
                 batch_device(batch, self._module),
-                ChainMap(self._value_caches.setdefault(step, {}), self._caches[step]),
+                ChainMap(self._dry_caches.setdefault(step, {}), self._caches[step]),
                 path=path,
                 share=share,
                 whole=both,
-                hand=self._dealer.hand(own.index(share) if share in own else None),
+                draws=None if draws is None else draws.run(number),
             )
             logs = LogCapture(found.logs_early, self._module)
             with (
@@ -205,9 +204,9 @@ class ReplayModel(CutModule):
                 self._table.shown(),
                 shapes_only(),
                 as_written() if self._compiled else nullcontext(),
-                found,
             ):
-                result = call_step(self._module, step[0], cloned(batch), *where)
+                step_of = partial(call_step, self._module, step[0], cloned(batch), *where)
+                result = found.step(step_of)
             found.logged = logs.calls()
             loss = result.get("loss") if isinstance(result, dict) else result
             if isinstance(loss, Tensor) and not isinstance(loss, Hole) and loss.numel() == 1:
@@ -216,6 +215,8 @@ class ReplayModel(CutModule):
 
         try:
             runs = scout(run, whole, parts, rows, step=STEP_NAMES[step[0]])
+        except FewRowsError:
+            raise
         except ModelError:
             return RowsMixed()
         if runs is None:
@@ -249,31 +250,22 @@ class ReplayModel(CutModule):
             inputs = tuple(join(pieces, way) for pieces, way in columns)
         if path.clones_batch:
             batch = cloned(batch)
-        hand = self._dealer.hand(None)
-        run = self._new_run(which, self._last_cut(which), None, inputs, seed, batch, hand)
+        draws = self._run_draws(None)
+        run = self._new_run(which, self._last_cut(which), None, inputs, seed, batch, draws)
         groups = self._layouts[which].groups[-1]
         with nullcontext() if seed is None else kept_generators():
             return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
 
-    def values(
-        self,
-        which: Step,
-        batch: Any,
-        where: Where,
-        plan: ValuePlan | None,
-        neutral: bool,
-        given: Given | None = None,
-    ) -> Values:
-        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
+    def dry_run(self, which: Step, batch: Any, where: Where, *, notes: bool = False) -> DryTrace:
         path = self._path(which, batch, *where)
         device = batch_device(batch, self._module)
         # Outcomes of its own: what stages find out in their first forwards is for them to see.
-        cache = ChainMap(self._value_caches.setdefault(which, {}), self._caches[which])
-        run = ValueRun(self._modules, device, cache, plan, neutral=neutral, given=given)
+        cache = ChainMap(self._dry_caches.setdefault(which, {}), self._caches[which])
+        run = DryRun(self._modules, device, cache, notes=notes)
         names = any(e.parameters for events in path.events for e in events)
         logs = LogCapture(lambda value: False, self._module)
         with (
-            restoring(self._module) if plan is None else nullcontext(),
+            restoring(self._module) if notes else nullcontext(),
             torch.inference_mode(False),  # Shapes are followed by versions, which it does not count
             torch.set_grad_enabled(which[0] == "train"),
             gated(self._module, self._modules, logs.log, logs.log_dict),
@@ -289,44 +281,42 @@ class ReplayModel(CutModule):
                 self._between_layers(),
                 run,
             ):
-                run.begin()
                 try:
                     run.on_return(call_step(self._module, which[0], batch, *where))
                 except PipelineError:
                     raise
                 except Exception as error:
-                    run.values.failed = error
-            found = run.close()
-            if plan is None:
-                self.note_usual(which, found)
-            return found
+                    run.trace.failed = error
+        return run.trace
 
     def _row_run(
         self,
-        pair: Pair,
+        share: Share,
         before: RowRun | None,
         which: Step,
         batch: Any,
         where: Where,
+        draws: BatchDraws | None,
     ) -> RowRun:
         run = RowRun(
             self._modules,
             self._paths[which],
             leave=self._last_cut(which),
-            pair=pair,
+            share=share,
             before=before,
             step=STEP_NAMES[which[0]],
             modules=self._by_name,
             device=batch_device(batch, self._module),
             cache=self._caches[which],
-            hand=self._dealer.hand(None if before is None else 0),
+            draws=None if draws is None else draws.run(None if before is None else 1),
         )
         with restoring(self._module), torch.set_grad_enabled(which[0] == "train"):
-            random.seed(1 if before is None else 2)  # For Python's own numbers, the same holds.
-            self._dealer.begin()
             output = self._run(run, (), which[0], cloned(batch), *where)
         run.results = output.tensors
         return run
+
+    def _run_draws(self, microbatch: int | None) -> RunDraws | None:
+        return None if self._draws is None else self._draws.run(microbatch)
 
     def _new_run(
         self,
@@ -336,7 +326,7 @@ class ReplayModel(CutModule):
         inputs: Sequence[Tensor] | Callable[[int, tuple[int, ...]], Tensor],
         seed: int | None,
         batch: Any,
-        hand: Hand | None,
+        draws: RunDraws | None,
         *,
         end: Cut | None = None,
         at_end: Callable[[], Any] | None = None,
@@ -356,7 +346,7 @@ class ReplayModel(CutModule):
             compiled=self._compiled,
             end=end,
             at_end=at_end,
-            hand=hand,
+            draws=draws,
             **({} if self._sharding is None else {"whole": self._sharding.values.whole}),
         )
 
@@ -377,8 +367,7 @@ class ReplayModel(CutModule):
             gates = gated(self._module, self._modules, logs.log, logs.log_dict)
             shown = self._table.shown() if run.names_parameters else nullcontext()
             written = as_written() if self._compiled else nullcontext()
-            packed = AsInBatch(run.on_packing) if run.packs else nullcontext()
-            with gates, shown, written, self._between_layers(), packed, run:
+            with gates, shown, written, self._between_layers(), run.seeding(), run:
                 result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
                 result = result if shares is None else rebuild(result, whole)
             run.on_return(result)

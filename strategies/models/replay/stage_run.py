@@ -6,7 +6,7 @@ Nothing survives a run but its result: microbatches interleave and a rank may ho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.state import reseed
 
 if TYPE_CHECKING:
-    from strategies.models.replay.rows.whole_values import Hand
+    from strategies.models.replay.rows.draws import RunDraws
     from strategies.models.selective.region import SelectiveLayer
 
 
@@ -43,8 +43,8 @@ class StageRun(ShapeMode):
     places and shapes; ``seed`` is that of this step and microbatch; ``modules`` are the
     LightningModule's by global name, ``selective`` the units that recompute by index, ``compiled``
     says whether units may be compiled; at ``end`` a run of the last stage keeps what the rest of
-    the step needs, and calls ``at_end``; ``hand`` has the whole batch's values for this run's rows;
-    ``whole`` makes a whole value of one that lies cut over tensor-parallel ranks.
+    the step needs, and calls ``at_end``; the step draws from ``draws``; ``whole`` makes a whole
+    value of one that lies cut over tensor-parallel ranks.
     The rest is as for ``ShapeMode``.
     """
 
@@ -65,13 +65,13 @@ class StageRun(ShapeMode):
         compiled: bool = False,
         end: Cut | None = None,
         at_end: Callable[[], Any] | None = None,
-        hand: Hand | None = None,
+        draws: RunDraws | None = None,
         whole: Callable[[Tensor], Tensor] = lambda value: value,
     ) -> None:
         super().__init__(units, device, cache)
         self._whole = whole
         self.left = False
-        self._hand = hand
+        self._draws = draws
         self._path = path
         self._selective = selective
         self._compiled = compiled
@@ -94,13 +94,8 @@ class StageRun(ShapeMode):
         between = end is not None and any(
             b.key[1] > 0 and b.key[:2] > entry.position for b in end.tensors
         )
-        self._counts = leave is not None or random or between or hand is not None
+        self._counts = leave is not None or random or between
         self.names_parameters = any(e.parameters for events in path.events[:-1] for e in events)
-
-    @property
-    def packs(self) -> bool:
-        """Whether the step packs sequences."""
-        return self._hand is not None and self._hand.packs
 
     def begin(self) -> None:
         """Takes the start position; must run before the user's code, and ``close`` behind it."""
@@ -117,6 +112,10 @@ class StageRun(ShapeMode):
         self._twins.clear()
         self._inputs = ()
         self._processes.end()
+
+    def seeding(self) -> AbstractContextManager[None]:
+        """Around the step: its own seeds are for what it draws between layers."""
+        return nullcontext() if self._draws is None else self._draws.seeding()
 
     def on_return(self, result: Any) -> None:
         """Checks that a step which returned was meant to."""
@@ -137,6 +136,8 @@ class StageRun(ShapeMode):
             raise self._other_path(what, self._path.calls[call].line)
         if self._leave is not None and not self._due():
             raise self._other_path("it ended earlier", "its return")
+        if self._draws is not None:
+            self._draws.end()
 
     def on_log(self, value: Any) -> bool:
         """Whether a log call at this moment belongs to this stage."""
@@ -156,7 +157,6 @@ class StageRun(ShapeMode):
         self._check_call(call, index)
         seen = self._path.calls[call]
         if self._active:
-            args, kwargs = self._dealt(args, kwargs)
             layer = self._selective.get(index)
             with as_compiled() if self._compiled else nullcontext():
                 if layer is None:
@@ -183,11 +183,7 @@ class StageRun(ShapeMode):
         if known:
             return answer
         self._exit_if_due()
-        if self._active:
-            args, kwargs = self._dealt(args, kwargs)
-            result = func(*args, **kwargs)
-        else:
-            result = self._answer(func, args, kwargs)
+        result = func(*args, **kwargs) if self._active else self._answer(func, args, kwargs)
         name = operation_name(func)
         produced = [args[0]] if name == "__setitem__" else tensors(result)
         if produced:
@@ -195,19 +191,9 @@ class StageRun(ShapeMode):
         return result
 
     def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if self._hand is not None and self._inside is None and self._hand.draws(func):
-            return self._hand.draw(func, args, kwargs)
+        if self._draws is not None and self._inside is None:
+            return self._draws.draw(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def on_packing(self, counts: Tensor) -> None:
-        super().on_packing(counts)
-        if self._hand is not None:
-            self._hand.on_packing(counts)
-
-    def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if self._hand is None:
-            return args, kwargs
-        return self._hand.arguments(self._position, args, kwargs, self.tracked)
 
     def _answer(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         outcome = self.answer(func, args, kwargs)

@@ -22,11 +22,13 @@ from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import Layout, follow_layout, same_layout
 from strategies.models.replay.path import Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, probe_path
-from strategies.models.replay.rows.value_plan import THROUGH, Given, ValuePlan, Values
-from strategies.models.replay.rows.whole_values import Dealer, Step, Where
+from strategies.models.replay.rows.draws import BatchDraws
+from strategies.models.replay.rows.dry_run import DryTrace
 from strategies.models.replay.unit_search import has_branches, names_read
-from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel
-from strategies.models.state import Generators
+from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel, Step
+from strategies.models.state import Generators, seed_all
+
+Where = tuple[int, int | None]  # indices of batch and loader, as the step is given them
 
 # Layers by index, and the names of operations on their values, in order.
 Trail = list[int | str]
@@ -58,19 +60,20 @@ class FollowedSteps(StageModel):
         self._caches: dict[Step, dict[Hashable, Outcome]] = {first: probed.cache}
         self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
-        self._dealer = Dealer(self.values, self._num_calls, self.decides)
+        self._draws: BatchDraws | None = None
         self._decides: dict[Mode, bool] = {}  # whether a step has branches
         # Of the first batches of those that have, and of all ways of training, by number.
         self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
         self._ways: dict[Step, list[_Way]] = {}
         self._read: frozenset[str] | None = None  # names in the code of the training step
-        self._usual: dict[Step, frozenset[str]] = {}  # what else is done, of the first look
+        self._switches: frozenset[tuple[str, Any]] | None = None
         self._first_switches: frozenset[tuple[str, Any]] | None = None
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
         inside = {id(c) for unit in probed.units.values() for c in unit.modules() if c is not unit}
         # Whose hooks a step comes to, besides those inside of layers.
         self._around = [child for child in module.modules() if id(child) not in inside]
         self._hooks = self._hooks_now()
+        self._num_hook_changes = 0
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """Finds the path of a step, and what each stage has of it.
@@ -102,9 +105,8 @@ class FollowedSteps(StageModel):
         """Why a batch cannot go the way of the first one: it comes to other layers, or to none."""
         if not self.decides(which[0]):
             return None
-        self._dealer.clear()
         try:
-            run = self.values(which, batch, where, THROUGH, False)
+            run = self.dry_run(which, batch, where)
         except ModelError as error:
             return error
         trail, others = _way_of(run)
@@ -130,8 +132,31 @@ class FollowedSteps(StageModel):
         )
         if self._first_switches is None:
             self._first_switches = now
-        self._dealer.turn_to(now)
+        self._switches = now
         return now != self._first_switches
+
+    @property
+    def look(self) -> Hashable:
+        return self._switches, self._num_hook_changes
+
+    def drew(self, step: Step, batch: Any, batch_idx: int) -> tuple[bool, bool]:
+        return self._path(step, batch, batch_idx, step[1] or None).drew
+
+    def draw_from(self, draws: BatchDraws | None) -> None:
+        self._draws = draws
+
+    def reads(self, step: Step, batch: Any, batch_idx: int, change: Callable[[], None]) -> bool:
+        where = (batch_idx, step[1] or None)
+        begins = [o.cuts[-1][0].position for key, o in self._layouts.items() if key[0] == step[0]]
+        try:
+            seed_all(1)
+            first = self.dry_run(step, batch, where, notes=True)
+            change()
+            seed_all(1)
+            second = self.dry_run(step, batch, where, notes=True)
+        except ModelError:
+            return True  # Nobody knows that it does not.
+        return not begins or first.differs(second, up_to=max(begins))
 
     def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
         """Which way the training step goes: the same layers, operations between them, and others.
@@ -145,18 +170,15 @@ class FollowedSteps(StageModel):
         frozen_anew = which in self._frozen_anew
         self._frozen_anew.discard(which)  # That way is probed again when it is gone.
         path = self._path(which, batch, batch_idx, None)
-        self._dealer.clear()
-        run = self.values(which, batch, (batch_idx, None), THROUGH, False)
+        run = self.dry_run(which, batch, (batch_idx, None))
         other = again(before)
         if other is not None:
-            run = self.values(which, other, (batch_idx, None), THROUGH, False)
+            run = self.dry_run(which, other, (batch_idx, None))
         if frozen_anew:
             self._frozen_anew.add(which)
         trail, others = _way_of(run)
-        # Without branches nobody has asked before numbers changed.
-        first = None if self.decides("train") else self._usual.get(which, others)
         now = _Way(trail, others, run.wiring)
-        known = self._ways.setdefault(which, [_Way(_trail_of(path), first)])
+        known = self._ways.setdefault(which, [_Way(_trail_of(path))])
         same = [number for number, way in enumerate(known) if way.trail == trail]
         for number in same:
             noted = known[number]
@@ -180,9 +202,6 @@ class FollowedSteps(StageModel):
         known.append(now)
         return len(known) - 1
 
-    def note_usual(self, which: Step, run: Values) -> None:
-        self._usual.setdefault(which, _way_of(run)[1])
-
     def changes_batch(self, mode: Mode) -> bool:
         return any(path.clones_batch for step, path in self._paths.items() if step[0] == mode)
 
@@ -193,8 +212,8 @@ class FollowedSteps(StageModel):
         now = self._hooks_now()
         if now != self._hooks:
             self._hooks = now
+            self._num_hook_changes += 1
             self._frozen_anew |= set(self._layouts)
-            self._dealer.forget()
 
     def _hooks_now(self) -> list[tuple[int, ...]]:
         tables = [table for child in self._around for table in _hooks_of(child)]
@@ -202,9 +221,6 @@ class FollowedSteps(StageModel):
 
     def follow_freezing(self) -> None:
         self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
-
-    def _num_calls(self, which: Step, batch: Any, where: Where) -> int:
-        return len(self._path(which, batch, *where).calls)
 
     def _path(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Path:
         """The path of a step; probed when the step runs for the first time."""
@@ -258,16 +274,11 @@ class FollowedSteps(StageModel):
         return nullcontext()
 
     @abstractmethod
-    def values(
-        self,
-        which: Step,
-        batch: Any,
-        where: Where,
-        plan: ValuePlan | None,
-        neutral: bool,
-        given: Given | None = None,
-    ) -> Values:
-        """Runs a step without its layers; with a plan, what it changes is the caller's care."""
+    def dry_run(self, which: Step, batch: Any, where: Where, *, notes: bool = False) -> DryTrace:
+        """Runs a step without its layers.
+
+        With ``notes`` on what these are given; without them, what it changes is the caller's care.
+        """
 
 
 def _hooks_of(owner: Any) -> Iterator[Any]:
@@ -277,7 +288,7 @@ def _hooks_of(owner: Any) -> Iterator[Any]:
             yield value
 
 
-def _way_of(run: Values) -> tuple[Trail, frozenset[str]]:
+def _way_of(run: DryTrace) -> tuple[Trail, frozenset[str]]:
     """What a run has come to up to its last layer, in order, and the names of what else it did."""
     last = max((i for i, word in enumerate(run.trail) if isinstance(word, int)), default=-1)
     behind = (str(word) for word in run.trail[last + 1 :])

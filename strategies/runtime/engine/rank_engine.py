@@ -23,10 +23,8 @@ from strategies.models.logs import LogEntry, start_packing, unpack_logs
 from strategies.models.manual.segments import SegmentModel
 from strategies.models.nested import structure
 from strategies.models.replay.cut_module import CutModule
-from strategies.models.replay.rows.value_run import seed_all
-from strategies.models.replay.rows.whole_values import Step
-from strategies.models.stage_model import STEP_NAMES, LogCall, Mode
-from strategies.models.state import Generators, kept_generators
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, Step
+from strategies.models.state import Generators, kept_generators, seed_all
 from strategies.models.uncut_model import UncutModel, tell_uncut, uncut_plan
 from strategies.runtime.engine.last_batches import check_ends
 from strategies.runtime.engine.rank_passes import PassResult, RankPasses
@@ -144,7 +142,7 @@ class Engine(RankPasses):
         tell_uncut(module, why)
         self.model = self._parts.model = UncutModel(module, why, trains=True)
         self.whole.run_whole(self.model)
-        self._draws.run_whole()
+        self._numbers.run_whole()
         self.plan = uncut_plan(self.plan)
         self.programs = compile_plan(self.plan)
 
@@ -346,7 +344,7 @@ class Engine(RankPasses):
                 )
 
         try:
-            self._draws.look(
+            self._numbers.look(
                 batch, microbatches, options, loaders,
                 whole=self.whole, seed=self.seed_of(0), then=look,
             )  # fmt: skip
@@ -381,13 +379,13 @@ class Engine(RankPasses):
     def draws_of(self, step: int) -> Iterator[None]:
         """Around a step that runs whole: it draws from its seed, if the run has one."""
         before = Generators.now()
-        if not self._draws.steers:
+        if not self._numbers.steers:
             seed_all(self.seed_of(step))
         yield
-        if not self._draws.steers:
+        if not self._numbers.steers:
             before.put_back()
 
-    def deal_segments(
+    def number_segments(
         self,
         batch: Any,
         microbatches: Sequence[Microbatch],
@@ -397,20 +395,21 @@ class Engine(RankPasses):
         step: int,
         way: int,
         check: Callable[[Step, Any, Sequence[Any], Sequence[int]], None],
-    ) -> Generators | None:
-        """What all passes of a batch have in common of its rows; as ``WholeDraws.deal``.
+    ) -> None:
+        """What all passes of a batch draw from, until ``end_segments``.
 
         ``check`` looks at a way through the step when it is taken for the first time.
         """
         options = PassOptions(batch_idx, "train", 1.0, None, None, None)
-        self._draws.look(
+        self._numbers.look(
             batch, microbatches, options, loaders,
             whole=self.whole, seed=self.seed_of(step), way=way, then=check,
         )  # fmt: skip
-        return self._draws.deal(
-            batch, microbatches, options, loaders,
-            seed=self.seed_of(step), state=self.whole.state, way=way,
-        )  # fmt: skip
+        self._numbers.begin(batch, microbatches, options, loaders, seed=self.seed_of(step))
+
+    def end_segments(self) -> None:
+        """The steps of such a batch have come to their end."""
+        self._numbers.end()
 
     def segment_pass(
         self,

@@ -25,10 +25,9 @@ from strategies.heartbeat import Phase
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
-from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.snapshot import Snapshot, StateRef
 from strategies.models.stage_model import LogCall
-from strategies.models.state import Fetch, Generators, kept_generators, own_generators
+from strategies.models.state import Fetch, Generators, kept_generators, own_generators, seed_all
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.engine.last_batches import DIVIDE, check_ends
 from strategies.runtime.engine.rank_weights import RankWeights
@@ -130,26 +129,26 @@ class RankPasses(RankWeights):
             drew = any(not generator.get_state().equal(state) for generator, state in own)
             if not drew and begun.are_now():
                 return None
-            moved = self._draws.stands_elsewhere(begun, self.seed_of(step))
+            moved = self._numbers.stands_elsewhere(begun, self.seed_of(step))
             if not moved and (self.coordinates.dp == 1 or apart):
                 return None
             begin_again()
             if not moved:
                 before.put_back()
-                self._draws.stand(self.seed_of(step))
-            data = data if apart else self._draws.of_replicas(data)
+                self._numbers.stand(self.seed_of(step))
+            data = data if apart else self._numbers.of_replicas(data)
             return data
 
         self.whole.note()
         try:
-            self._draws.stand(self.seed_of(step))
+            self._numbers.stand(self.seed_of(step))
             with default_group(self._parts.replicas):
                 way = self.model.way(data, batch_idx, again)
                 if way and way not in self._ways:
                     # What is drawn may decide: a way is probed with what has led to it.
                     begin_again()
                     before.put_back()
-                    self._draws.stand(self.seed_of(step))
+                    self._numbers.stand(self.seed_of(step))
                     self.model.follow_way(way, data, batch_idx)
         finally:
             begin_again()
@@ -233,10 +232,13 @@ class RankPasses(RankWeights):
             self._compare_shapes(microbatches)
             self._tell_other_batches(batch)
         if not options.part:
-            self._draws.look(
-                batch, microbatches, options, loaders, whole=self.whole, seed=self.seed_of(step),
-                then=partial(self.whole.compare_layers, options.batch_idx) if train else None,
-            )  # fmt: skip
+            if train:
+                self._numbers.look(
+                    batch, microbatches, options, loaders, whole=self.whole,
+                    seed=self.seed_of(step),
+                    then=partial(self.whole.compare_layers, options.batch_idx),
+                )  # fmt: skip
+            self._numbers.begin(batch, microbatches, options, loaders, seed=self.seed_of(step))
         if self.plan.loss_over == "batch" and not self.model.uncut:
             self._compare_rows(batch, microbatches, options, loaders)
         marks = self.options.check_batches and self.control_group is not None
@@ -251,24 +253,26 @@ class RankPasses(RankWeights):
         self.whole.begin(batch, microbatches, options)
 
         def read(ref: StateRef) -> bool:
-            place = self.model.last_place(options.mode)
             own = Snapshot(self.model.module, self.model.layers())
-            return self._draws.reads(batch, microbatches, options, state=own, ref=ref, place=place)
+            return self._numbers.reads(microbatches, options, state=own, ref=ref)
 
         shares: list[Callable[[], None]] = []
 
         def share_later(result: StepResult) -> None:
             nonlocal whole
             with default_group(self._parts.replicas):
-                whole, entries = self.whole.end(result.logs, result.loss, behind=self._draws.behind)
+                whole, entries = self.whole.end(
+                    result.logs, result.loss, behind=self._numbers.behind
+                )
             loss = None if result.loss is None else Fetch(result.loss)
             logs = start_packing(entries)
 
             def share() -> None:
                 value = None if loss is None else float(loss.tensor())
-                said = self.mirror.message(whole, carries=carries, read=read)
-                if whole.generators is not None and self._draws.steers:
-                    said = {**(said or {}), "drawn": whole.generators.written()}
+                drawn = self._numbers.drawn()
+                if whole.generators is not None and self._numbers.steers and drawn is None:
+                    drawn = [whole.generators.written(host=False), []]
+                said = self.mirror.message(whole, carries=carries, read=read, drawn=drawn)
                 times = self._times(previous)
                 stops = stream is not None and stream.asked_to_stop
                 # Without a flush an update takes the rates with which its batch has come.
@@ -282,14 +286,9 @@ class RankPasses(RankWeights):
             if not self._runs_ahead:
                 shares.pop()()
 
-        drawn = None
-        if not options.part:
-            drawn = self._draws.deal(
-                batch, microbatches, options, loaders,
-                seed=self.seed_of(step), state=self.whole.state,
-            )  # fmt: skip
-        if self.model.uncut and not self._draws.steers:
-            drawn = Generators.now()
+        before = None
+        if self.model.uncut and not self._numbers.steers:
+            before = Generators.now()
             seed_all(self.seed_of(step))
         self._began = True  # From here on gradients are added up.
         kept = Snapshot(self.model.module, exact=True).take() if self.late.open else None
@@ -298,7 +297,7 @@ class RankPasses(RankWeights):
                 with default_group(self._parts.replicas), kept_generators():
                     result = self._executor.run(
                         program,
-                        self._draws.signed(microbatches),
+                        microbatches,
                         options,
                         step=step,
                         forwards_done=share_later,
@@ -313,8 +312,10 @@ class RankPasses(RankWeights):
                 self.late.repair()
                 self._gradients.attach(zero=True)
                 self.whole.begin(batch, microbatches, options)
-        if drawn is not None:
-            drawn.put_back()
+        if before is not None:
+            before.put_back()
+        if not options.part:
+            self._numbers.leave()
         for share in shares:
             share()
 
@@ -334,8 +335,8 @@ class RankPasses(RankWeights):
             self._note([answer[3] for answer in answers])
             said = next((answer[4] for answer in answers if answer[4] is not None), None)
             self.mirror.take(said)
-            if said is not None and "drawn" in said:
-                Generators.read(said["drawn"]).put_back()
+            if not options.part:
+                self._numbers.take(None if said is None else said.get("drawn"))
             self.mirror.share(now=True)
             if options.mode in self.mirrored:
                 self.mirror.share()

@@ -39,9 +39,9 @@ from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import Recorder, StepStats
 from strategies.runtime.step.step_mirror import StepMirror
+from strategies.runtime.step.step_numbers import StepNumbers
 from strategies.runtime.step.stream_state import Stream
 from strategies.runtime.step.whole_batch import WholeBatch
-from strategies.runtime.step.whole_draws import WholeDraws
 from strategies.runtime.update.flush import Flush
 from strategies.runtime.update.grad_sync import StageGradients
 from strategies.runtime.update.gradient_layout import main_dtype
@@ -177,8 +177,8 @@ class RankSetup:
             replicas=self._replicas(),
         )
         self._executor = Executor(coordinates.pp_rank, self._parts)
-        self._draws = WholeDraws(
-            model.dealer,
+        self._numbers = StepNumbers(
+            model,
             coordinates,
             group=self.control_group,
             replicas=self._parts.replicas,

@@ -201,7 +201,7 @@ class ManualOptimization:
             perform=self._perform,
         )
         way = model.number_of(layout)
-        drawn = engine.deal_segments(
+        engine.number_segments(
             batch, microbatches, loaders, batch_idx=batch_idx, step=step,
             way=model.kind_of(layout),
             check=partial(model.compare_losses, layout),
@@ -230,8 +230,7 @@ class ManualOptimization:
                     self._after_backward(result.loss)
         finally:
             ended = model.close()
-        if drawn is not None:
-            drawn.put_back()
+        engine.end_segments()
         shares = [microbatch.share for microbatch in microbatches]
         last = self._share(ended, shares, layout.result_stage, count_rows(batch, loaders))
         return PassResult(last.loss, [*logs, *last.logs], [], rows=last.rows)

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from strategies.errors import ModelError, one_line
 from strategies.models.contents import walk
-from strategies.models.replay.rows.value_run import seed_all
 from strategies.models.snapshot import restoring
-from strategies.models.state import generator_words, is_generator
+from strategies.models.state import generator_words, is_generator, seed_all
 from strategies.models.unit_model import HasUnits
 from strategies.plan import OnNan, Plan
 from strategies.runtime.lightning.manual_optimization import refuse_manual

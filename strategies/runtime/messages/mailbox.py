@@ -181,7 +181,8 @@ class Mailbox:
             raise ModelError(
                 f"stage {stage} hands on tensors of {spec.shapes}, but handed on {known.shapes} "
                 "for an earlier microbatch of the same shape. Shapes between stages may depend on "
-                "the batch's shape only; pad, or cut elsewhere with schedule.layers_per_stage."
+                "the batch's shape only; pad (pad_packed_sequence(total_length=x.size(1))), or "
+                "cut elsewhere with schedule.layers_per_stage."
             )
 
     def gradient_flags(self, stage: int, target: int, microbatch: int) -> tuple[bool, ...]:

@@ -287,6 +287,9 @@ class StageCompute:
         copied = self._parts.begins_in_place
         options, _ = self._origins[item.stage, item.microbatch]
         seed = None if options.seed is None else options.seed * 8191 + item.microbatch
+        # Without a flush labels go on from batch to batch, and those of earlier ones run again.
+        known = item.microbatch in self._microbatches
+        number = item.microbatch - next(iter(self._microbatches)) if known else -1
         while True:
             inputs = leaves
             with torch.set_grad_enabled(self._learns):
@@ -298,7 +301,7 @@ class StageCompute:
                         inputs,
                         batch=data,
                         batch_idx=options.batch_idx,
-                        microbatch=item.microbatch,
+                        microbatch=number,
                         mode=options.mode,
                         seed=seed,
                         dataloader_idx=options.dataloader_idx,

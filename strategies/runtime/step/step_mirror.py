@@ -55,11 +55,12 @@ class StepMirror:
         self._now = False
 
     def message(
-        self, whole: Whole, *, carries: bool, read: Callable[[StateRef], bool]
+        self, whole: Whole, *, carries: bool, read: Callable[[StateRef], bool], drawn: Any
     ) -> dict[str, Any] | None:
         """What this rank says about a pass, JSON-ready; None if there is nothing to say.
 
-        ``read`` tells whether stages before the last one read a place of the module.
+        ``read`` tells whether stages before the last one read a place of the module; ``drawn`` is
+        where random generators stand behind the step.
         """
         if not self._knows:
             return None
@@ -89,6 +90,8 @@ class StepMirror:
                 said["now"] = True
         if carries and whole.result is not None:
             said["result"] = True
+        if drawn is not None:
+            said["drawn"] = drawn
         return said or None
 
     def take(self, said: dict[str, Any] | None) -> None:

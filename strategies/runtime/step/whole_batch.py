@@ -11,7 +11,7 @@ Nothing is run twice where nothing is left: a step that only logs means is known
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +29,8 @@ from strategies.models.logs import (
     share_metrics,
 )
 from strategies.models.nested import tensors
-from strategies.models.replay.rows.whole_values import Step
 from strategies.models.snapshot import Snapshot, StateRef
-from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, StageModel, StageOutput, Step
 from strategies.models.state import Generators, TorchState, kept_generators
 from strategies.runtime.step.microbatch import (
     Microbatch,
@@ -90,7 +89,7 @@ class WholeBatch:
         self.once_behind = once  # What lies behind the last layer runs for the whole batch anyway.
         self._output: StageOutput | None = None
         self._compares = not once and copies == 1  # the first batch's loss, with that of all rows
-        self._compared: set[tuple[int, int]] = set()  # ways through the training step, and numbers
+        self._compared: set[Hashable] = set()  # ways through the training step, and looks
         self.unlike: tuple[float, float] | None = None
         self.mixed: str | None = None
         self.uneven: tuple[str, ...] = ()
@@ -222,8 +221,7 @@ class WholeBatch:
             drawn = Generators.now() if self._model.uncut else None
             beyond = _beyond_loss(output, mode)
             return Whole(self.state.changed(), beyond, generators=drawn), plain
-        dealer = self._model.dealer
-        way = (options.dataloader_idx or 0, 0 if dealer is None else dealer.num_looks)
+        way = options.dataloader_idx or 0, self._model.look
         if mode == "train" and self._compares and ends and way not in self._compared:
             self._compared.add(way)
             self.unlike = self._compare(batch, microbatches, options, ends, loss) or self.unlike

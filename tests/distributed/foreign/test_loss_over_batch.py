@@ -362,7 +362,7 @@ def test_a_step_that_needs_more_rows_than_a_microbatch_has(ranks: Callable[[int]
     ):
         place = f"{__name__}:{case.__name__}"
         for answer in ranks(2).run(refusal, case=place, strategy={"pp": 2, "schedule": "1f1b"}):
-            assert answer.startswith("ModelError"), answer
+            assert answer.startswith("FewRowsError"), answer
             assert "training_step runs on the 8 rows of a batch, but " in answer
             assert f"not on the 2 of a microbatch ({error}Error: " in answer
             assert f"Try {way_out}" in answer

@@ -405,12 +405,10 @@ class Summed(Manual):
         return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
 
 
-@spread([Noise, NoiseTwice, Advantages], seldom=[Flipped])
-def test_what_a_step_makes_of_its_batch_is_of_all_rows(
+@spread([Noise, NoiseTwice])
+def test_noise_is_drawn_for_all_rows_at_once(
     case: Any, layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    if case in (Advantages, Flipped):
-        layout = layout.removesuffix("-dp2")  # Rows are mixed among those of a replica.
     equal_to_stock(ranks, case, layout)
 
 
@@ -418,6 +416,8 @@ def test_what_a_step_makes_of_its_batch_is_of_all_rows(
     ("case", "words"),
     [
         (Normalised, "is no mean over rows"),
+        (Advantages, "is no mean over rows"),
+        pytest.param(Flipped, "mixes rows .*on_after_batch_transfer", marks=pytest.mark.full),
         pytest.param(Contrastive, "is no mean over rows", marks=pytest.mark.full),
         (Summed, "is no mean over rows"),
         (MixedInside, "mixes rows of the batch between its layers"),

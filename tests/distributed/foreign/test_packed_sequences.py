@@ -1,7 +1,7 @@
 """Recurrent layers on packed sequences come to what they come to without a pipeline.
 
 Batches are padded to six places and have shorter sequences, whose longest differs from batch to
-batch and from microbatch to microbatch; a mean over places sees how far they are filled up.
+batch and from microbatch to microbatch. They are filled up to six again (``total_length``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.nn.utils.rnn import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks.comparison import BATCH, CLASSES, LAYOUTS, equal_to_stock, spread
+from strategies.errors import ModelError
+from tests.ranks.comparison import BATCH, CLASSES, LAYOUTS, equal_to_stock, spread, train
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -50,7 +51,8 @@ class Text(pl.LightningModule):
         packed = pack_padded_sequence(
             self.inner(self.words(x)).relu(), lengths, batch_first=True, enforce_sorted=False
         )
-        padded, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        outputs, _ = self.recurrent(packed)
+        padded, _ = pad_packed_sequence(outputs, batch_first=True, total_length=x.size(1))
         return padded.mean(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -76,16 +78,18 @@ class Text(pl.LightningModule):
 
 
 class Encoder(nn.Module):
-    """Packs and fills up by itself."""
+    """Packs and fills up by itself, to the longest sequence where nobody says how far."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int | None = PLACES) -> None:
         super().__init__()
+        self.length = length
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.outer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        padded, _ = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        outputs, _ = self.recurrent(packed)
+        padded, _ = pad_packed_sequence(outputs, batch_first=True, total_length=self.length)
         return self.outer(padded) + x[:, : padded.size(1)]  # type: ignore[no-any-return]
 
 
@@ -103,6 +107,12 @@ class Inside(Text):
         return hidden.mean(1)
 
 
+class NoLength(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Encoder(None) for _ in range(4))
+
+
 class Ranked(Text):
     """Time first, rows sorted by length, noise, and the states at the end."""
 
@@ -116,7 +126,7 @@ class Ranked(Text):
         hidden = self.inner(self.words(x)).transpose(0, 1)
         packed = pack_padded_sequence(hidden, lengths)
         outputs, states = self.recurrent(packed)
-        padded, _ = pad_packed_sequence(outputs, padding_value=-1.0)
+        padded, _ = pad_packed_sequence(outputs, padding_value=-1.0, total_length=PLACES)
         return torch.cat([states[-2], states[-1]], 1) + padded.mean(0)
 
 
@@ -133,16 +143,24 @@ class Layered(Text):
         packed = packed._replace(data=self.inner(self.words(packed.data)))
         first, _ = self.recurrent(packed)
         again = PackedSequence(first.data.tanh(), *first[1:])
-        padded, found = pad_packed_sequence(self.second(again)[0], batch_first=True)
+        outputs, _ = self.second(again)
+        padded, found = pad_packed_sequence(outputs, batch_first=True, total_length=PLACES)
         mask = torch.arange(padded.size(1))[None] < found[:, None]
         return (padded * mask[..., None]).sum(1) / padded.size(1)
 
 
 @spread([Text, Inside, Ranked])
-def test_packed_sequences_are_as_long_as_in_the_whole_batch(
+def test_packed_sequences_are_those_of_the_whole_batch(
     case: type[Text], layout: str, ranks: Callable[[int], Ranks]
 ) -> None:
     equal_to_stock(ranks, case, layout)
+
+
+def test_sequences_as_long_as_a_microbatchs_longest_do_not_cross_stages(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    with pytest.raises(ModelError, match=r"hands on tensors of .*total_length=x\.size\(1\)"):
+        ranks(2).run(train, case=f"{__name__}:NoLength", strategy=LAYOUTS["1f1b"])
 
 
 @pytest.mark.parametrize("layout", ["1f1b", pytest.param("1f1b-dp2", marks=pytest.mark.full)])

@@ -1,4 +1,4 @@
-"""Noise and mixtures of rows, which a step makes for all rows of a batch: as stock Lightning's."""
+"""What a step draws, as stock Lightning draws it, and rows that it mixes: those of a microbatch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from strategies.errors import ModelError
 from tests.ranks.comparison import (
+    BATCH,
     CLASSES,
+    LAYOUTS,
+    MICROBATCHES,
+    TOLERANCE,
     WIDTH,
     Net,
     equal_to_stock,
+    examples,
     spread,
     train,
 )
@@ -89,8 +93,6 @@ class Mixed(Net):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        random.seed(0)
-        np.random.seed(0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -113,21 +115,78 @@ class Mixed(Net):
         order = x[:, 0].argsort()
         return x[order] - x.mean(0), y[order], y, 0.9
 
-    def permutation(self, x: Tensor, y: Tensor) -> Any:
-        share = torch.distributions.Beta(0.4, 0.4).sample().item()
+
+class Alone(Mixed):
+    """The same rows, a microbatch's in each batch: under stock Lightning with accumulation."""
+
+    def loaders(self, replicas: int) -> Any:
+        return DataLoader(examples().dataset, batch_size=BATCH // MICROBATCHES)
+
+
+class Mixup(Net):
+    """A share that is drawn for the batch, and an order that is drawn for its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        share = torch.distributions.Beta(0.4, 0.4).sample()
         order = torch.randperm(x.size(0))
-        return share * x + (1 - share) * x[order], y, y[order], share
+        then = torch.rand_like(x)
+        z = self(share * x + (1 - share) * x[order] + then)
+        loss = share * functional.cross_entropy(z, y)
+        self.log("share", share)
+        self.log("rows", float(len(order)))
+        self.log("then", then.mean())
+        return loss + (1 - share) * functional.cross_entropy(z, y[order])
 
-    def numpy(self, x: Tensor, y: Tensor) -> Any:
+
+class Views(Net):
+    """Two views of each row, under noise of which nobody knows which row it belongs to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        views = torch.cat([batch[0], batch[0].flip(1)])
+        noise = torch.randn_like(views)
+        self.log("noise", noise.mean())
+        self.log("largest", noise.mean(), reduce_fx="max", on_step=True, on_epoch=False)
+        first, second = self(views + 0.1 * noise).chunk(2)
+        return functional.mse_loss(first, second) + functional.cross_entropy(first, batch[1])
+
+
+class OnHost(Net):
+    """Python's and numpy's numbers of a batch, and where they stand behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random.seed(0)
+        np.random.seed(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
         share = np.random.beta(0.4, 0.4)
-        order = torch.from_numpy(np.random.permutation(len(x)))
-        return share * x + (1 - share) * x[order], y, y[order], share
-
-    def python(self, x: Tensor, y: Tensor) -> Any:
-        share = random.random()
         if random.random() < 0.5:
             x = x.flip(1)
-        return x * torch.tensor([random.random() for _ in x]).unsqueeze(1), y, y, share
+        self.log("share", share)
+        return share * functional.cross_entropy(self(x), y)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("behind", random.random() + np.random.rand())
+
+
+class Seeded(Net):
+    """Seeds of a step's own, for good and for a while."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        torch.manual_seed(batch_idx)
+        x = self.net[:4](x + torch.randn_like(x))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            x = x + torch.randn_like(x)
+        x = self.net[4:](x)
+        return functional.cross_entropy(self.head(x + torch.randn_like(x)), y)
 
 
 class Kept(Net):
@@ -147,15 +206,6 @@ class Kept(Net):
         return loss
 
 
-class Views(Net):
-    """Two views of each row, in one batch of twice as many, under noise of their own."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        views = torch.cat([batch[0], batch[0].flip(1)])
-        first, second = self(views + 0.1 * torch.randn_like(views)).chunk(2)
-        return functional.mse_loss(first, second) + functional.cross_entropy(first, batch[1])
-
-
 class Sorted(Net):
     """Rows in another order on their way through the layers, and back."""
 
@@ -173,17 +223,6 @@ class Places(Net):
         x, y = batch
         z = self(x + torch.randn_like(x))
         return -z.log_softmax(1)[torch.arange(len(x)), y].mean()
-
-
-class Rescaled(Net):
-    """The largest number of the batch is in one microbatch; noise goes into a checkpoint."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        order = (10 * x[:, 1]).long().argsort(descending=True, stable=True)
-        x = (x / x.abs().max() + 0.1 * torch.randn_like(x))[order]
-        hidden = checkpoint(self.net, x, use_reentrant=False)
-        return functional.cross_entropy(self.head(hidden), y[order])
 
 
 class OwnGenerator(Net):
@@ -240,16 +279,6 @@ class Hidden(Net):
         return functional.cross_entropy(z, y) + functional.cross_entropy(z, y[order])
 
 
-class Advantages(Net):
-    """What comes with the rows is normalised over the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        gain = x[:, 0]
-        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-        return (functional.cross_entropy(self(x), y, reduction="none") * gain).mean()
-
-
 def vae() -> pl.LightningModule:
     return VAE()
 
@@ -278,20 +307,16 @@ def sort() -> pl.LightningModule:
     return Mixed("sort")
 
 
-def permutation() -> pl.LightningModule:
-    return Mixed("permutation")
+def flip_alone() -> pl.LightningModule:
+    return Alone("flip")
 
 
-def numpy() -> pl.LightningModule:
-    return Mixed("numpy")
+def roll_alone() -> pl.LightningModule:
+    return Alone("roll")
 
 
-def python() -> pl.LightningModule:
-    return Mixed("python")
-
-
-def advantages() -> pl.LightningModule:
-    return Advantages()
+def sort_alone() -> pl.LightningModule:
+    return Alone("sort")
 
 
 @spread(
@@ -303,10 +328,20 @@ def advantages() -> pl.LightningModule:
         OwnGenerator,
         Dropped,
         Recurrent,
+        OnHost,
+        Seeded,
     ],
-    seldom=[distribution, in_place, Views, Places],
+    seldom=[distribution, in_place, Places],
 )
 def test_noise_is_drawn_for_all_rows_at_once(
+    ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
+) -> None:
+    equal_to_stock(ranks, case, layout, max_epochs=2)
+
+
+@pytest.mark.parametrize("case", [vae, pytest.param(diffusion, marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2-tp2", marks=pytest.mark.full)])
+def test_ranks_that_share_matrices_draw_the_same(
     ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
 ) -> None:
     equal_to_stock(ranks, case, layout, max_epochs=2)
@@ -323,22 +358,58 @@ def test_a_forward_that_runs_again_has_the_noise_of_the_first_time(
 
 @pytest.mark.parametrize("layout", ["1f1b", pytest.param("zb_v", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "alone"),
     [
-        *(flip, permutation, numpy, advantages, Rescaled),
-        *(pytest.param(case, marks=pytest.mark.full) for case in (roll, sort, python)),
+        (flip, flip_alone),
+        (sort, sort_alone),
+        pytest.param(roll, roll_alone, marks=pytest.mark.full),
     ],
-    ids=lambda f: f.__name__,
 )
-def test_rows_that_are_mixed_before_the_network_are_those_of_the_whole_batch(
-    ranks: Callable[[int], Ranks], case: Callable[[], pl.LightningModule], layout: str
+def test_rows_that_a_step_mixes_are_mixed_in_microbatches_as_under_accumulation(
+    ranks: Callable[[int], Ranks], case: Any, alone: Any, layout: str
 ) -> None:
-    if case is Rescaled and layout == "zb_v":
-        # Its network is in one checkpoint, and a head is behind that: no four stages.
-        with pytest.raises(ModelError, match=r"4 stages were asked for.* has 2 units"):
-            equal_to_stock(ranks, case, layout)
-        return
-    equal_to_stock(ranks, case, layout)
+    (stock,) = ranks(1).run(
+        train,
+        case=f"{__name__}:{alone.__name__}",
+        strategy=None,
+        accumulate_grad_batches=MICROBATCHES,
+    )
+    fitted = ranks(2).run(train, case=f"{__name__}:{case.__name__}", strategy=LAYOUTS[layout])
+    for each in fitted:
+        for name, value in each.weights.items():
+            assert torch.allclose(value, stock.weights[name], rtol=0, atol=TOLERANCE), name
+
+
+def test_a_share_is_the_batchs_and_an_order_the_microbatchs(ranks: Callable[[int], Ranks]) -> None:
+    """What is drawn behind the order is drawn as if that had been one of all rows."""
+    name = f"{__name__}:Mixup"
+    (stock,) = ranks(1).run(train, case=name, strategy=None)
+    for fitted in ranks(2).run(train, case=name, strategy=LAYOUTS["1f1b"]):
+        assert stock.metrics["rows"] == BATCH
+        assert fitted.metrics["rows"] == BATCH // MICROBATCHES
+        for same in ("share", "then"):
+            assert fitted.metrics[same] == pytest.approx(stock.metrics[same], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_what_is_not_drawn_by_row_differs_between_microbatches(
+    ranks: Callable[[int], Ranks], replicas: int
+) -> None:
+    layout = LAYOUTS["1f1b" if replicas == 1 else "1f1b-dp2"]
+    first, *others = ranks(2 * replicas).run(train, case=f"{__name__}:Views", strategy=layout)
+    # The largest mean of a microbatch's noise is that of all microbatches if these are the same.
+    assert first.metrics["largest"] > first.metrics["noise"] + 1e-3
+    assert all(fitted.metrics == first.metrics for fitted in others)
+
+
+def test_without_a_flush_each_batch_draws_behind_the_one_before(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    name = f"{__name__}:diffusion"
+    (stock,) = ranks(1).run(train, case=name, strategy=None, max_epochs=2)
+    strategy = {"pp": 2, "schedule": "pipedream_2bw"}
+    for fitted in ranks(2).run(train, case=name, strategy=strategy, max_epochs=2):
+        assert fitted.metrics["times"] == pytest.approx(stock.metrics["times"], abs=TOLERANCE)
 
 
 def test_what_permutes_values_of_layers_permutes_those_of_a_microbatch(

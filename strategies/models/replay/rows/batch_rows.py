@@ -49,33 +49,33 @@ def join(pieces: Sequence[Tensor], rows: Rows | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Two microbatches as one batch, and which of its rows are the second one's."""
+class Share:
+    """Which rows of a batch a run has: ``rows`` from ``start`` on, of ``total``."""
 
+    start: int
     rows: int
-    first: int
+    total: int
 
-    def second_of(self, whole: Tensor, rows: Rows) -> Tensor | None:
-        """What the second microbatch would have of a value; None if its rows do not lie so."""
-        length = whole.shape[rows.dim]
-        if length == 0 or length % (rows.blocks * self.rows):
+    def of(self, value: Tensor, way: Rows) -> Tensor | None:
+        """These rows of a value; None if its rows do not lie so."""
+        length = value.shape[way.dim] if way.dim < value.dim() else 0
+        if length == 0 or length % (way.blocks * self.total):
             return None
-        apart = _apart(whole, rows.dim, rows.blocks, self.rows, -1)
-        own = apart.narrow(rows.dim + 1, self.first, self.rows - self.first)
-        return own.flatten(rows.dim, rows.dim + 2)
+        apart = _apart(value, way.dim, way.blocks, self.total, -1)
+        return apart.narrow(way.dim + 1, self.start, self.rows).flatten(way.dim, way.dim + 2)
 
-    def compare(self, whole: Tensor, second: Tensor) -> list[Rows | None]:
-        """All ways in which the second microbatch's value may be part of that of both."""
-        if whole.shape == second.shape:
-            return [None] if same_values(whole, second) else []
-        if whole.dim() != second.dim():
+    def ways(self, value: Tensor, own: Tensor) -> list[Rows | None]:
+        """All ways in which this run's value may be part of that of the batch."""
+        if value.shape == own.shape:
+            return [None] if same_values(value, own) else []
+        if value.dim() != own.dim():
             return []
         found: list[Rows | None] = []
-        for dim in range(whole.dim()):
+        for dim in range(value.dim()):
             # More than one block needs as many entries per row.
-            for blocks in range(1, whole.shape[dim] // self.rows + 1):
-                own = self.second_of(whole, Rows(dim, blocks))
-                if own is not None and own.shape == second.shape and same_values(own, second):
+            for blocks in range(1, value.shape[dim] // self.total + 1):
+                part = self.of(value, Rows(dim, blocks))
+                if part is not None and part.shape == own.shape and same_values(part, own):
                     found.append(Rows(dim, blocks))
         return found
 
@@ -92,7 +92,7 @@ class RowRun(StageRun):
         path: Path,
         *,
         leave: Cut,
-        pair: Pair,
+        share: Share,
         before: RowRun | None,
         **others: Any,
     ) -> None:
@@ -102,7 +102,7 @@ class RowRun(StageRun):
         super().__init__(
             units, path, entry=entry, leave=leave, inputs=(), seed=seed, selective={}, **others
         )
-        self.pair = pair
+        self.share = share
         self.results: tuple[Tensor, ...] = ()  # what it came to, at ``leave``
         self._before = before
         self._given: dict[int, list[Tensor]] = {}
@@ -113,7 +113,6 @@ class RowRun(StageRun):
         self._exit_if_due()
         call = self._position[0]
         self._check_call(call, index)
-        args, kwargs = self._dealt(args, kwargs)
         given = [t.detach() for t in tensors((args, kwargs)) if not isinstance(t, Hole)]
         result, produced = self.skip(index, forward, args, kwargs, call)
         if self._before is None:
@@ -143,7 +142,7 @@ class RowRun(StageRun):
         """Where a call's arguments have their rows; empty where none tells, or they contradict."""
         found: list[Rows | None] = []
         for whole, second in zip(before, given, strict=False):
-            ways = self.pair.compare(whole, second)
+            ways = self.share.ways(whole, second)
             if not ways:
                 return ()
             if len(ways) == 1 and ways[0] not in found:
@@ -157,7 +156,7 @@ class RowRun(StageRun):
             whole = self._before._made.get((call, ordinal))
             for way in rows if whole is not None else ():
                 assert whole is not None
-                made = whole if way is None else _second_of(self.pair, whole, way)
+                made = whole if way is None else self.share.of(whole, way)
                 if made is not None and made.shape == spec.shape:
                     break
                 made = None
@@ -187,10 +186,10 @@ def find_rows(path: Path, cut: Cut, whole: RowRun, second: RowRun) -> list[Rows 
         ModelError: One has no rows, or rows that nobody can tell apart.
     """
     found = []
-    pair = whole.pair
+    share = second.share
     values = zip(cut.tensors, whole.results, second.results, strict=True)
     for boundary, both, one in values:
-        ways = pair.compare(both.detach(), one.detach())
+        ways = share.ways(both.detach(), one.detach())
         if len(ways) == 1:
             found.append(ways[0])
             continue
@@ -200,7 +199,7 @@ def find_rows(path: Path, cut: Cut, whole: RowRun, second: RowRun) -> list[Rows 
             what = f"{seen.line}: what {seen.name} gives"
         else:
             what = f"{path.calls[call - 1].line}: what {path.name(call - 1)} gives"
-        shape = f"{list(both.shape)} for {pair.rows} rows"
+        shape = f"{list(both.shape)} for {share.total} rows"
         if ways:
             raise ModelError(
                 f"loss_over=batch: {what} is used behind the last layer, {shape}, and the first "
@@ -210,18 +209,14 @@ def find_rows(path: Path, cut: Cut, whole: RowRun, second: RowRun) -> list[Rows 
         raise ModelError(
             f"loss_over=batch: {what} is used behind the last layer and cannot be put together "
             f"from microbatches: {shape}. It mixes rows, has none, or depends on random numbers "
-            "that the step draws before its layers. Move that behind the last layer or into the "
-            "data loader, or use loss_over=microbatch."
+            "that are not drawn by row. Move that behind the last layer or into the data loader, "
+            "or use loss_over=microbatch."
         )
     return found
 
 
 def _apart(tensor: Tensor, dim: int, *sizes: int) -> Tensor:
     return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
-
-
-def _second_of(pair: Pair, whole: Tensor, rows: Rows) -> Tensor | None:
-    return pair.second_of(whole, rows) if rows.dim < whole.dim() else None
 
 
 def same_values(first: Tensor, second: Tensor) -> bool:

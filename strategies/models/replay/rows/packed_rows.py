@@ -5,9 +5,8 @@
 the lengths add up to. That number differs between microbatches of the same shape, so no cut is
 where packed values are on their way (``varies``).
 
-``pad_packed_sequence`` fills up to the longest sequence that it has. In a microbatch that may be a
-shorter one than in the batch, so the longest of the whole batch is kept with the counts
-(``whole_values.py`` finds it), and all microbatches are filled up to that.
+``pad_packed_sequence`` fills up to the longest sequence that it has, which is the microbatch's, or
+to ``total_length``.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 
 from strategies.errors import ModelError
 from strategies.models.nested import tensors
@@ -28,12 +25,10 @@ from strategies.models.replay.hole import (
     Kwargs,
     Spec,
     user_line,
-    works_in,
 )
 from strategies.models.replay.inference import New, Outcome
 
 _VARIES = "_varies"
-_LONGEST = "_longest_of_batch"
 # Of recurrent layers on packed values the first result is packed, the last states are not.
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _SHAPED = """
@@ -69,8 +64,6 @@ def infer_packing(
             "recurrent layer the padded tensor, or use pp=1."
         )
     zeros = torch.zeros(values.shape, dtype=values.dtype)
-    if pads(func):
-        rest[-1] = padded_length(sizes, rest[-1])
     with torch._C.DisableTorchFunction():  # also for modes around this one
         made, told = func(zeros, sizes, *rest)
     if packs(func):
@@ -81,51 +74,6 @@ def infer_packing(
     device = values.device
     template = (New(0), told)
     return Outcome(template, (Spec.of(meta, device),), exact=False), [meta]
-
-
-def keep_longest(sizes: Tensor, longest: int) -> None:
-    """Notes with the counts of packed values how long the batch's longest sequence is."""
-    setattr(sizes, _LONGEST, longest)
-
-
-def padded_length(sizes: Tensor, asked: int) -> int:
-    """How far packed values are filled up, where a microbatch alone would be to ``asked``."""
-    return max(asked, getattr(sizes, _LONGEST, 0))
-
-
-class AsInBatch(TorchFunctionMode):
-    """Inside, also in layers, what is padded is as long as in the whole batch."""
-
-    def __init__(self, noted: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._noted = noted
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if pads(func):
-            args = (*args[:-1], padded_length(args[1], args[-1]))
-        result = func(*args, **(kwargs or {}))
-        if packs(func):
-            self._noted(result[1])
-        return result
-
-
-def counts_of(value: Any) -> set[int]:
-    """Identities of the tensors in packed sequences that say where rows are."""
-    found: set[int] = set()
-    if isinstance(value, PackedSequence):
-        found.update(id(part) for part in value[1:] if part is not None)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            found |= counts_of(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            found |= counts_of(item)
-    return found
-
-
-def places_rows() -> bool:
-    """Whether torch packs or pads just now: what it sorts by is each microbatch's own."""
-    return works_in(torch.nn.utils.rnn.__file__)
 
 
 def note_size(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from strategies.errors import ModelError
+from strategies.errors import ModelError, one_line
 from strategies.models.nested import rebuild, tensors
 from strategies.models.replay.hole import (
     Args,
@@ -22,21 +22,43 @@ from strategies.models.replay.hole import (
     Hole,
     Kwargs,
     dataless,
+    error_line,
     exchange,
     operation_name,
     user_line,
 )
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Path, Position
-from strategies.models.replay.rows.batch_rows import Rows, random_like
-from strategies.models.replay.rows.value_plan import Share, part_of, ways_of
-from strategies.models.replay.rows.whole_values import FewRowsError, Hand, few_rows
+from strategies.models.replay.rows.batch_rows import Rows, Share, random_like
+from strategies.models.replay.rows.draws import RunDraws
 from strategies.models.replay.shape_mode import ShapeMode
 from strategies.models.stage_model import LogCall
-from strategies.models.state import kept_generators
+from strategies.models.state import Generators, kept_generators
 
 Scout = TypeVar("Scout", bound="RowScout")
+
+
 _FEW = 4096  # entries of a value that may be a number of the rows
+
+
+class FewRowsError(ModelError):
+    """A step runs on a batch, but not on a microbatch; ``behind``: not behind its last layer."""
+
+    behind = False
+
+
+def few_rows(step: str, error: Exception, rows: int, part: int, *, behind: bool) -> FewRowsError:
+    few = f"not on the {part} of a microbatch ({one_line(error)}). Try"
+    if behind:
+        few = (
+            f"behind its last layer {few} loss_over=batch, which computes one loss of all rows, or"
+        )
+    found = FewRowsError(
+        f"{error_line(error.__traceback__)}: {step} runs on the {rows} rows of a batch, but {few} "
+        "a smaller num_microbatches."
+    )
+    found.behind = behind
+    return found
 
 
 def scout(
@@ -58,25 +80,25 @@ def scout(
 
     Raises:
         ModelError: The step does what a ``run`` refuses.
-        FewRowsError: A row refers to one of another part (an edge of a graph).
+        FewRowsError: It fails for a part: a row refers to one of another (an edge of a graph), or
+            these are too few.
     """
     total = sum(rows)
     starts = [sum(rows[:number]) for number in range(len(rows))]
     try:
         both = run(whole, Share(0, total, total), None)
+        if both.failed is not None:
+            return None
         some = []
         for part, start, size in zip(parts, starts, rows, strict=True):
-            try:
-                some.append(run(part, Share(start, size, total), both))
-            except IndexError as error:
-                if str(error).startswith("Dimension"):
-                    raise  # It is not about rows.
-                few = min(rows)
-                raise FewRowsError(few_rows(step, error, total, few, behind=False)) from error
+            some.append(run(part, Share(start, size, total), both))
+            failed = some[-1].failed
+            if failed is not None:
+                raise few_rows(step, failed, total, min(rows), behind=some[-1].is_behind)
+            if some[-1].drawn != both.drawn:
+                return None  # Python or numpy draws for each row, and the parts draw the same.
         return both, some
-    except (ModelError, FewRowsError):
-        raise
-    except Exception:
+    except UndecidedError:
         return None
 
 
@@ -152,13 +174,15 @@ class RowScout(ShapeMode):
         path: What the probe has seen: which operations draw.
         share: Which rows of the batch this is.
         whole: The run for all rows; None where this is it.
-        hand: What is dealt out of the whole batch's values; None if nothing.
+        draws: What the step draws from; None if it draws nothing.
 
     Attributes:
         mixed: The line of the first layer that gets rows which others have a part in.
         logged: What the step has logged before its last layer.
         loss: What the step has returned, of this run's rows; None if nobody knows.
         gathered: The line of the first layer that gives one number for all its rows.
+        failed: What the step has raised.
+        drawn: The same number in runs that have drawn as many numbers by Python and numpy.
         numbers: By position and place, small values that are made of layers' before the last one,
             with their lines.
     """
@@ -172,37 +196,59 @@ class RowScout(ShapeMode):
         path: Path,
         share: Share,
         whole: RowScout | None,
-        hand: Hand | None,
+        draws: RunDraws | None,
     ) -> None:
         super().__init__(units, device, cache)
         self.mixed: str | None = None
         self.logged: tuple[LogCall, ...] = ()
         self.loss: float | None = None
         self.gathered: str | None = None
+        self.failed: Exception | None = None
+        self.drawn: tuple[int, int] | None = None
         self.numbers: dict[tuple[int, int, int], tuple[Tensor, str]] = {}
         self._path = path
         self._share = share
         self._whole = whole
-        self._hand = hand
+        self._draws = draws
         self._position: Position = (0, 0)
         self._given: dict[int, list[Tensor]] = {}
         self._picks: dict[int, Tensor] = {}
         self._made: dict[tuple[int, int], Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the run has come to its last layer."""
+        return self._position[0] >= len(self._path.calls)
+
+    def step(self, call: Callable[[], Any]) -> Any:
+        """What a call of the step in this run gives; None if it has ``failed``."""
+        try:
+            with self:
+                result = call()
+            self.drawn = Generators.now().marks()[1:]
+            return result
+        except (ModelError, UndecidedError):
+            raise
+        except Exception as error:
+            self.failed = error
+            return None
+
     def logs_early(self, value: Any) -> bool:
         """Whether a number is logged that no stage knows of the whole batch."""
-        early = self._position[0] < len(self._path.calls)
-        return early and isinstance(value, Tensor | int | float) and not isinstance(value, Hole)
+        return (
+            not self.is_behind
+            and isinstance(value, Tensor | int | float)
+            and not isinstance(value, Hole)
+        )
 
     def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        if self._hand is not None and self._inside is None and self._hand.draws(func):
-            return self._hand.draw(func, args, kwargs)
+        if self._draws is not None and self._inside is None:
+            return self._draws.draw(func, args, kwargs)
         return func(*args, **kwargs)
 
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         call = self._position[0]
-        args, kwargs = self._dealt(args, kwargs)
         given = [t.detach().clone() for t in tensors((args, kwargs)) if not isinstance(t, Hole)]
         with kept_generators():
             result, produced = self.skip(index, forward, args, kwargs, call)
@@ -222,7 +268,6 @@ class RowScout(ShapeMode):
         known, answer = dataless(func, args, kwargs)
         if known:
             return answer
-        args, kwargs = self._dealt(args, kwargs)
         args, kwargs = rebuild((args, kwargs), self._with_data)
         call, event = self._position
         events = self._path.events[call] if call < len(self._path.events) else ()
@@ -240,11 +285,6 @@ class RowScout(ShapeMode):
                 self.numbers[(*self._position, place)] = tensor.detach().clone(), user_line()
         return result
 
-    def _dealt(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if self._hand is None:
-            return args, kwargs
-        return self._hand.arguments(self._position, args, kwargs, self.tracked)
-
     def _ways(self, call: int, given: Sequence[Tensor]) -> list[Rows | None]:
         """How this part's rows lie in a layer's arguments of the whole batch."""
         found: list[Rows | None] = []
@@ -253,7 +293,7 @@ class RowScout(ShapeMode):
         for value, own in zip(self._whole._given.get(call, ()), given, strict=False):
             if value.shape == own.shape or value.dim() != own.dim():
                 continue
-            ways = ways_of(self._share, value, own)
+            ways = self._share.ways(value, own)
             picked = None if ways else _picked(value, own)
             if picked is not None:
                 self._picks.setdefault(call, picked)
@@ -280,7 +320,7 @@ class RowScout(ShapeMode):
             return value.index_select(0, picks)
         rows = [Rows(dim) for dim in range(value.dim())]
         for way in [*ways, *rows]:
-            own = None if way is None else part_of(self._share, value, way)
+            own = None if way is None else self._share.of(value, way)
             if own is not None and own.shape == spec.shape:
                 return own.clone()
         raise UndecidedError

@@ -22,7 +22,12 @@ def compare(
     def run(batch: Sequence[float], share: Any, both: Any) -> Any:
         losses = [(f"line {number}", loss) for number, loss in enumerate(batch)]
         return SimpleNamespace(
-            losses=losses, logged=(), mixed=mixed if share.start else None, share=share
+            losses=losses,
+            logged=(),
+            mixed=mixed if share.start else None,
+            share=share,
+            failed=None,
+            drawn=None,
         )
 
     return compare_losses(run, whole, parts, ROWS, step="training_step")
