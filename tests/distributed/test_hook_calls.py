@@ -82,6 +82,8 @@ def called(
     """The hooks that are called while a module is fitted, saved, evaluated and fitted further."""
     calls: list[str] = []
     kind = _recording(Full, of_module, calls, "module")
+    # A list of the class: what a look at the step adds to it is taken back.
+    kind.calls = calls  # type: ignore[attr-defined]
     module = kind()
     callback = _recording(Kept, of_callback, calls, "callback")()
     if strategy is not None:
