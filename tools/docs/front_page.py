@@ -30,7 +30,7 @@ def prediction_errors() -> str:
     page = (DOCS / "evidence" / "predictions.md").read_text(encoding="utf-8")
     cells = _cells(page)
     rows = [
-        "| predicted from a datasheet | runs used for fitting | 111 held-out runs |",
+        "| predicted from a datasheet | runs used for fitting | held-out runs, 111 in all |",
         "|---" * 3 + "|",
     ]
     for name, card in (("A100", "a100_80g"), ("H100", "h100")):
@@ -61,13 +61,12 @@ def _gpu_errors() -> str:
         assert found is not None
         short = sum(error < 0 for error in errors)
         number = f"all {short}" if short == len(errors) else f"{short} of {len(errors)}"
-        said.append(
-            f"{found[1]} % in the median, {found[2].lstrip('-')} % at worst, {number} too short"
-        )
+        said.append((number, f"{found[1]} % in the median, {found[2].lstrip('-')} % at worst"))
     card = _card().removeprefix("NVIDIA ")
     return (
-        f"foldpipe's own steps on one {card} were predicted less well: off by {said[0]};\n"
-        f"after `mode=profile`, which measures your model, by {said[1]}."
+        f"On one {card} {said[0][0]} predictions of foldpipe's own steps were too short: by "
+        f"{said[0][1]};\nafter `mode=profile`, which measures your model, {said[1][0]}: by "
+        f"{said[1][1]}."
     )
 
 
