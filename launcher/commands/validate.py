@@ -110,7 +110,7 @@ def _layers(run: Run, run_dir: Path) -> tuple[str, ...] | None:
     try:
         shape = traced_shape(run.config, run_dir)
     except ModelError as error:
-        say(f"note: its stages cannot be listed: {error}")
+        say(f"note: its stages cannot be listed, and training may refuse it: {error}")
         return None
     if shape is None:
         return None

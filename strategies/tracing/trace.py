@@ -11,6 +11,7 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from strategies.compiler import compile_plan
 from strategies.costs.trace_file import (
     Line,
     TracedAgain,
@@ -21,6 +22,8 @@ from strategies.costs.trace_file import (
 )
 from strategies.errors import ModelError
 from strategies.models.unit_model import HasUnits
+from strategies.plan import Options, Plan
+from strategies.planner.stage_layers import stage_layers
 from strategies.tracing.figures import ExpertLayer, Tracer
 from strategies.tracing.replayed import (
     ModelFigures,
@@ -67,6 +70,20 @@ def trace_model(
             fix="Choose pp= and schedule= by hand.",
         )
     return _traced(module, first, second)
+
+
+def list_stages(
+    module: LightningModule, batch: Any, rows: int, plan: Plan, options: Options
+) -> str:
+    """What ``PipelineStrategy.describe`` says: a line per stage, in the order of ranks."""
+    placement = compile_plan(plan).train.placement
+    trace = trace_model(module, [(rows, batch)], chain=options.pipeline_layers)
+    lines = stage_layers(trace, placement.num_stages, options.units_per_stage, rows=rows)
+    return "\n".join(
+        f"rank {rank}: stage {stage}: {lines[stage]}"
+        for rank in range(placement.num_ranks)
+        for stage in placement.stages_of(rank)
+    )
 
 
 def _shape(figures: ModelFigures) -> object:

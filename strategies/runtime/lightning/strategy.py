@@ -53,7 +53,6 @@ from strategies.runtime.lightning.setup_strategy import SetupStrategy
 from strategies.runtime.messages.exchange import Exchange, everybody
 from strategies.runtime.step.microbatch import concatenate, count_rows, in_order, share_sizes
 from strategies.runtime.step.recorder import StepStats, gather_timeline
-from strategies.tracing.stage_listing import list_stages
 
 _log = logging.getLogger(__name__)
 _SAVE = "on_save_checkpoint"
@@ -224,6 +223,8 @@ class PipelineStrategy(SetupStrategy):
         >>> print(PipelineStrategy(pp=2).describe(module, batch))  # doctest: +SKIP
         rank 0: stage 0: net.in, net.0 to 3, 688 parameters, 55 % of the forward; to stage 1: ...
         """
+        from strategies.tracing.trace import list_stages  # Ranks do without it.
+
         return list_stages(module, batch, count_rows(batch), self._plan, self._options)
 
     # ------------------------------------------------------------- set-up
