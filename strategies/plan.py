@@ -112,7 +112,7 @@ NO_RECOMPUTE = Recompute()
 Overlap = Literal["none", "grad_reduce", "zero1"]
 OVERLAPS: tuple[Overlap, ...] = ("grad_reduce", "none", "zero1")
 
-LossOver = Literal["microbatch", "batch"]
+LossOver = Literal["microbatch", "tokens", "batch"]
 LOSS_OVER: tuple[LossOver, ...] = get_args(LossOver)
 
 
@@ -139,7 +139,8 @@ class Plan:
         file: What ``schedule=custom`` takes its order from.
         recompute: Which forwards keep their input only.
         loss_over: ``batch`` puts the outputs of all microbatches together before one loss, behind
-            all forwards; ``microbatch`` takes one loss of each.
+            all forwards; ``microbatch`` takes one loss of each, which counts by its rows, and
+            ``tokens`` one that counts by its targets.
         vertical_sync: Without a flush, use one version of the weights for a microbatch on all
             stages, where the schedule would not.
         error_feedback: Where gradients are one update late, the share of the difference between the

@@ -120,6 +120,10 @@ _OF_PLANS: tuple[Rule, ...] = (
      "loss_over=batch with schedule={r.schedule.name}: one loss of the whole batch needs all of "
      "its forwards before the first backward, which is a flush.",
      "Try schedule=1f1b, or loss_over=microbatch."),
+    (lambda r: r.plan.loss_over == "tokens" and not r.schedule.synchronous,
+     "loss_over=tokens with schedule={r.schedule.name}: a loss counts by its share of the targets "
+     "of an update, and without a flush updates are applied before all of them have come.",
+     "Try schedule=1f1b, or loss_over=microbatch."),
     (lambda r: bool(r.plan.skips) and not r.schedule.synchronous,
      "schedule={r.schedule.name} with pp={r.plan.pp}: stage {r.plan.skips[0][1]} reads what stage "
      "{r.plan.skips[0][0]} has made, and without a flush stages exchange messages with their "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from launcher.config.decode import brings_own
 from launcher.config.launch import LaunchConfig
 from launcher.config.pipeline import recompute_policy
 from launcher.config.workload import ModelConfig
@@ -14,10 +15,10 @@ from launcher.workloads.transformer_shape import MoeShape, TransformerShape
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError
 from strategies.ir.program import Placement
-from strategies.plan import Options, Plan, ScheduleFile, read_schedule_file
+from strategies.plan import LossOver, Options, Plan, ScheduleFile, read_schedule_file
 from strategies.rules import Training, check
 from strategies.schedules import find_schedule
-from strategies.schedules.schedule import Shape, given_group
+from strategies.schedules.schedule import Schedule, Shape, given_group
 
 MOST_FORWARDS = 200_000
 """Of a step, on all stages of one replica: minutes, and gigabytes."""
@@ -85,7 +86,7 @@ def asked_schedule(
         split_backward=asked.split_backward,
         file=file,
         recompute=recompute_policy(config.recompute),
-        loss_over=config.loss_over,
+        loss_over=_loss_over(config, schedule),
         vertical_sync=asked.vertical_sync,
         error_feedback=asked.error_feedback,
         accumulation=1 if schedule.synchronous else trainer.accumulate_grad_batches,
@@ -102,6 +103,13 @@ def asked_schedule(
     shape = schedule.resolve(plan)
     plan = replace(plan, stages_per_rank=shape.stages_per_rank)
     return Asked(plan, rows, shape, schedule.place(shape))
+
+
+def _loss_over(config: LaunchConfig, schedule: Schedule) -> LossOver:
+    if config.loss_over != "auto":
+        return config.loss_over
+    weighs = schedule.synchronous and not brings_own("model", config.model.name)
+    return "tokens" if weighs else "microbatch"
 
 
 def asked_options(config: LaunchConfig, dp: int | None) -> Options:

@@ -91,10 +91,13 @@ class LaunchConfig:
         high=1_000_000,
         example=8,
     )
-    loss_over: Literal["microbatch", "batch"] = key(
-        "microbatch",
-        "batch: one loss of all microbatches' outputs, for losses that compare rows (contrastive, "
-        "ranking); all forwards come first, and their activations are held.",
+    loss_over: Literal["auto", "microbatch", "tokens", "batch"] = key(
+        "auto",
+        "How the losses of microbatches become one: by their rows (microbatch); by their targets, "
+        "as a mean over tokens needs where some are masked (tokens; a class has loss_weight(batch) "
+        "for it); or as one loss of all outputs, for losses that compare rows (batch; all forwards "
+        "come first, and their activations are held). auto = tokens for built-in models and hf "
+        "with a flush, else microbatch.",
     )
     plan: Literal["manual", "auto"] = key(
         "manual",

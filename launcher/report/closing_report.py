@@ -193,7 +193,7 @@ def _comparable(run: Run, result: Mapping[str, object]) -> bool:
         and config.schedule.name != "custom"
         and config.recompute.name == "none"
         and not config.compile
-        and config.loss_over == "microbatch"
+        and config.loss_over != "batch"
         and config.overlap.name != "zero1"
     )
 

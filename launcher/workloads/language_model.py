@@ -30,6 +30,7 @@ from strategies.models.tensor_parallel.vocabulary import (
     token_losses,
 )
 
+_NO_TARGET = -100  # where the text goes on, and the loss takes nothing
 _LOGGED_EXPERTS = 256  # of all layers: more columns than these nobody reads
 
 Mode = Literal["train", "validate", "test", "predict"]
@@ -40,7 +41,8 @@ class LanguageModel(pl.LightningModule):
     """A decoder-only transformer that learns to predict the next token.
 
     Batches are dicts of int64 tensors ``[batch, sequence]``: ``tokens``, and ``targets`` (the same
-    text one token later), which only prediction can do without.
+    text one token later, -100 where none counts), which only prediction can do without. The loss is
+    the mean over the targets that count.
 
     The initial weights, drawn from ``seed``, are the same whatever the layout, and building the
     model leaves the global generators alone.
@@ -80,7 +82,7 @@ class LanguageModel(pl.LightningModule):
         """What a step returns, from the last unit's output; logs the loss.
 
         The logits ``[batch, sequence, vocab]`` are alone in a tuple, and this rank's share of them
-        under tensor parallelism. Returned is the mean loss per token in nats; for ``predict`` the
+        under tensor parallelism. Returned is the mean loss per target in nats; for ``predict`` the
         log-probability of each target ``[batch, sequence]``, or, for a batch without targets, the
         most probable next token after each position ``[batch, sequence]``.
         """
@@ -90,7 +92,8 @@ class LanguageModel(pl.LightningModule):
                 return most_probable(logits, self._vocabulary)
             return -token_losses(logits, batch["targets"], self._vocabulary)
         targets = batch["targets"]
-        loss: Tensor = token_losses(logits, targets, self._vocabulary).mean()
+        losses = token_losses(logits, targets, self._vocabulary)
+        loss: Tensor = losses.sum() / self.loss_weight(batch).clamp(min=1)
         size = targets.shape[0]
         if mode == "train":
             self.log("train_loss", loss.detach(), prog_bar=True, batch_size=size)
@@ -100,6 +103,10 @@ class LanguageModel(pl.LightningModule):
             name = "val_loss" if mode == "validate" else "test_loss"
             self.log(name, loss.detach(), prog_bar=True, sync_dist=True, batch_size=size)
         return loss
+
+    def loss_weight(self, batch: Batch) -> Tensor:
+        """Over how many targets the loss of a batch is a mean: those that are not -100."""
+        return (batch["targets"] != _NO_TARGET).sum()
 
     def _routing_loss(self, *along: Tensor, tokens: int) -> Tensor:
         """What the layers' losses ``[batch, 2]`` add to the loss; logs them and the load.

@@ -57,11 +57,11 @@ def captured_logs(module: nn.Module) -> Iterator[LogCapture]:
         yield capture
 
 
-def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
+def _join_logs(calls: Sequence[tuple[LogCall, float]], *, by_tokens: bool = False) -> list[LogCall]:
     """One call per name from all microbatches of a step, each call with its share of the batch.
 
-    Means are weighted by the calls' ``batch_size``, or by the shares; ``reduce_fx`` of max, min
-    and sum are honoured. Batch sizes add up.
+    Means are weighted by the calls' ``batch_size``, or by the shares, which alone count where these
+    are ``by_tokens``; ``reduce_fx`` of max, min and sum are honoured. Batch sizes add up.
     """
     by_name: dict[str, list[tuple[LogCall, float]]] = {}
     for call, share in calls:
@@ -78,13 +78,22 @@ def _join_logs(calls: Sequence[tuple[LogCall, float]]) -> list[LogCall]:
         if how in _REDUCTIONS:
             value = _REDUCTIONS[how](values)
         else:
-            weights = [float(call.options.get("batch_size") or share) for call, share in group]
-            value = sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+            sizes = [None if by_tokens else call.options.get("batch_size") for call, _ in group]
+            weights = [float(n or share) for n, (_, share) in zip(sizes, group, strict=True)]
+            value = _weighted_mean(values, weights)
         sizes = [call.options.get("batch_size") for call, _ in group]
         if all(isinstance(size, int) for size in sizes):
             options["batch_size"] = sum(sizes)
         joined.append(LogCall(name, value, options))
     return joined
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """What counts nothing may be no number; where nothing counts, all count alike."""
+    total = sum(weights)
+    if not total:
+        return sum(values) / len(values)
+    return sum(v * w for v, w in zip(values, weights, strict=True) if w) / total
 
 
 def no_means(
@@ -108,19 +117,22 @@ def join_entries(entries: Sequence[LogEntry], stage: int) -> list[LogCall]:
     return _join_logs([(entry.call, entry.share) for entry in entries if entry.stage == stage])
 
 
-def start_packing(entries: Sequence[LogEntry]) -> Callable[[], list[list[Any]]]:
+def start_packing(
+    entries: Sequence[LogEntry], *, by_tokens: bool = False
+) -> Callable[[], list[list[Any]]]:
     """What gives one rank's log calls of a step, joined per name, stage and copy, JSON-ready.
 
-    Waits for no device until it is called.
+    Waits for no device until it is called. ``by_tokens``: their shares are those of tokens.
     """
     entries = list(entries)
     fetched = _start_fetching([entry.call for entry in entries])
     return lambda: _packed(
-        [replace(entry, call=call) for entry, call in zip(entries, fetched(), strict=True)]
+        [replace(entry, call=call) for entry, call in zip(entries, fetched(), strict=True)],
+        by_tokens=by_tokens,
     )
 
 
-def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
+def _packed(entries: Sequence[LogEntry], *, by_tokens: bool) -> list[list[Any]]:
     groups: dict[tuple[str, int, int], list[tuple[LogCall, float]]] = {}
     for entry in entries:
         key = (entry.call.name, entry.stage, entry.copy)
@@ -128,12 +140,14 @@ def _packed(entries: Sequence[LogEntry]) -> list[list[Any]]:
     return [
         [*_to_plain(call), sum(share for _, share in group), stage, copy, call.metric]
         for (_, stage, copy), group in groups.items()
-        for call in _join_logs(group)
+        for call in _join_logs(group, by_tokens=by_tokens)
     ]
 
 
-def unpack_logs(packed: Sequence[Sequence[Sequence[Any]]]) -> list[LogCall]:
-    """One call per name, from what all ranks packed.
+def unpack_logs(
+    packed: Sequence[Sequence[Sequence[Any]]], *, by_tokens: bool = False
+) -> list[LogCall]:
+    """One call per name, from what all ranks packed; ``by_tokens`` as they have.
 
     Where several stages know a value, the last one's word counts; what the weight copies saw is
     joined.
@@ -150,15 +164,30 @@ def unpack_logs(packed: Sequence[Sequence[Sequence[Any]]]) -> list[LogCall]:
         [(LogCall(entry[0], entry[1], entry[2], entry[6]), entry[3]) for entry in found]
         for found in names.values()
     )
-    return [found[0][0] if len(found) == 1 else _join_logs(found)[0] for found in calls]
+    return [
+        found[0][0] if len(found) == 1 else _join_logs(found, by_tokens=by_tokens)[0]
+        for found in calls
+    ]
 
 
-def join_replicas(logs: Sequence[Sequence[LogCall]], own: int) -> list[LogCall]:
+def join_replicas(
+    logs: Sequence[Sequence[LogCall]], own: int, targets: Sequence[float] | None = None
+) -> list[LogCall]:
     """One call per name from all replicas' calls of a step; metrics are the ``own`` replica's.
 
-    Replicas count alike, as they do in the loss, unless calls have a ``batch_size``.
+    Replicas count alike, as they do in the loss, unless calls have a ``batch_size``; or by their
+    ``targets``, where losses are means over them.
     """
-    joined = _join_logs([(call, 1.0) for calls in logs for call in calls if call.metric is None])
+    weights = targets or [1.0] * len(logs)
+    joined = _join_logs(
+        [
+            (call, weight)
+            for calls, weight in zip(logs, weights, strict=True)
+            for call in calls
+            if call.metric is None
+        ],
+        by_tokens=targets is not None,
+    )
     return joined + [call for call in logs[own] if call.metric is not None]
 
 

@@ -30,6 +30,12 @@ REFUSED = [
         "loss_over=microbatch.",
     ),
     (
+        (Plan("pipedream_2bw", 2, 4, loss_over="tokens"),),
+        "loss_over=tokens with schedule=pipedream_2bw: a loss counts by its share of the targets "
+        "of an update, and without a flush updates are applied before all of them have come. Try "
+        "schedule=1f1b, or loss_over=microbatch.",
+    ),
+    (
         (Plan("pipedream", 3, 1, skips=((0, 2),)),),
         "schedule=pipedream with pp=3: stage 2 reads what stage 0 has made, and without a flush "
         "stages exchange messages with their neighbours only. Try schedule=1f1b.",

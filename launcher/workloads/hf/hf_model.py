@@ -38,7 +38,7 @@ class HfLanguageModel(LanguageModel):
     """Steps, logging and optimizer of ``LanguageModel`` around a network of transformers.
 
     Batches may have an ``attention_mask`` ``[batch, sequence]`` besides ``tokens`` and ``targets``:
-    1 for tokens, 0 for padding. The loss is the mean over all targets; those of -100 count as 0.
+    1 for tokens, 0 for padding.
 
     With ``output_router_logits`` in config.json the loss has the library's balance loss in it,
     taken over all tokens of a microbatch, as with accumulated gradients.

@@ -92,6 +92,8 @@ class Engine(RankPasses):
             self.mains.relink()
             if self._parts.watch is not None:
                 self._parts.watch.begin(keep=self.late.open)
+            if self.tokens is not None:
+                self.tokens.begin(accumulation * self.coordinates.dp)
         elif self._weights.trained() != self._trained:
             raise ModelError(
                 "parameters were frozen or unfrozen between two batches of one optimizer step "
@@ -121,7 +123,7 @@ class Engine(RankPasses):
             options = replace(options, dataloader_idx=None)
             result = self._run(batch, options, step=step, update=update, loaders=loaders)
         if update:
-            self._flush.owe()
+            self._flush.owe(1.0 if self.tokens is None else self.tokens.factor)
         # Lightning clears gradients after this and before backward(): keep ours out of its reach.
         self._gradients.detach()
         if self.stream is not None:

@@ -8,8 +8,9 @@ compared here, too.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Timer
 from typing import Any
@@ -85,10 +86,16 @@ class RankPasses(RankWeights):
     ) -> PassResult:
         if self.model.uncut:
             whole = self.plan.num_microbatches
-            microbatches = [Microbatch(batch, 1 / whole, ())] * whole
+            microbatches = [Microbatch(batch, 1 / whole, 1 / whole, ())] * whole
         else:
             microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         count = len(microbatches)
+        if self.tokens is not None:
+            microbatches, targets = self.tokens.weigh(microbatches)
+            if self.model.uncut:
+                targets /= count  # Each of them is the whole batch.
+            scale = self.tokens.scale(targets) if options.mode == "train" else 1.0
+            options = replace(options, targets=targets, scale=options.scale * scale)
         if self.coordinates.exchanges_across:
             self._refuse_other_counts(count)
         full = count == self.plan.num_microbatches
@@ -265,7 +272,7 @@ class RankPasses(RankWeights):
                     result.logs, result.loss, behind=self._numbers.behind
                 )
             loss = None if result.loss is None else Fetch(result.loss)
-            logs = start_packing(entries)
+            logs = start_packing(entries, by_tokens=self.tokens is not None)
 
             def share() -> None:
                 value = None if loss is None else float(loss.tensor())
@@ -279,8 +286,11 @@ class RankPasses(RankWeights):
                 looks = train and stream is None and not options.part
                 rates = self.rates.mark() if looks and self.rates else 0
                 bulletin.post(
-                    [mark(), value, logs(), times, said, rows, stops, way, rates, self.ends]
-                )
+                    [
+                        mark(), value, logs(), times, said, rows, stops, way, rates,
+                        options.targets, self.ends,
+                    ]
+                )  # fmt: skip
 
             shares.append(share)
             if not self._runs_ahead:
@@ -344,6 +354,8 @@ class RankPasses(RankWeights):
                 stream.stops = stream.stops or any(a[6] for each in replicas for a in each)
             if stream is not None and said is not None:
                 stream.waits = True  # The step changes what other stages may read in the next one.
+            if self.tokens is not None and train:
+                self.tokens.add(_targets(replicas))
             joined = self._joined(replicas, result, rows=joins)
             if carries:
                 joined.output = self.mirror.carry(said, whole.result)
@@ -444,12 +456,17 @@ class RankPasses(RankWeights):
         # All sharers of a stage know the same.
         pipelines = [answers[where.tp_rank :: where.tp] for answers in replicas]
         loss = self._mean_loss(replicas)
-        logs = [unpack_logs([answer[2] for answer in answers]) for answers in pipelines]
+        tokens = self.tokens is not None
+        logs = [
+            unpack_logs([answer[2] for answer in answers], by_tokens=tokens)
+            for answers in pipelines
+        ]
         results = [result.results[key] for key in sorted(result.results)]
         if not rows:
             return PassResult(loss, logs[0], results)
         total = sum(answers[0][5] for answers in pipelines)
-        return PassResult(loss, join_replicas(logs, where.dp_rank), results, rows=total)
+        targets = _targets(replicas) if tokens else None
+        return PassResult(loss, join_replicas(logs, where.dp_rank, targets), results, rows=total)
 
     def _mean_loss(self, replicas: list[list[list[Any]]]) -> float | None:
         where = self.coordinates
@@ -459,6 +476,12 @@ class RankPasses(RankWeights):
             for answers in pipelines
             if any(answer[1] is not None for answer in answers)
         ]
+        if losses and self.tokens is not None:
+            counts = _targets(replicas)
+            every = sum(counts)
+            if not every:
+                return math.nan
+            return sum(n * each for n, each in zip(counts, losses, strict=True) if n) / every
         return sum(losses) / len(losses) if losses else None
 
     def _check_same(self, marks: list[int]) -> None:
@@ -506,3 +529,8 @@ class RankPasses(RankWeights):
         flushes = self.stream is None
         stats = joined_stats(said, tp=self.coordinates.tp, flushes=flushes)
         self.stats = stats or self.stats
+
+
+def _targets(replicas: Sequence[Sequence[Sequence[Any]]]) -> list[float]:
+    """Of each replica's batch, where losses are means over them."""
+    return [answers[0][9] for answers in replicas]

@@ -50,6 +50,7 @@ from strategies.runtime.update.nan_guard import NanWatch
 from strategies.runtime.update.post_validation import PostValidation
 from strategies.runtime.update.rank_gradients import OwnedWeights, RankGradients
 from strategies.runtime.update.shared_rates import SharedRates
+from strategies.runtime.update.token_weights import TokenWeights
 from strategies.runtime.update.weight_versions import ErrorFeedback, WeightVersions
 from strategies.sharding_plan import ShardingPlan, plan_from_json
 
@@ -207,6 +208,7 @@ class RankSetup:
             looks=options.on_nan != "ignore",
             device_type=device.type,
         )
+        self.tokens = TokenWeights(model.module) if plan.loss_over == "tokens" else None
         self._trained: tuple[bool, ...] = ()
         self.rates: SharedRates | None = None  # of the optimizers, once there are some
         self._compared = False

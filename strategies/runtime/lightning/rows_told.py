@@ -243,5 +243,6 @@ class RowsTold:
             f"the loss of {type(self._module).__name__}.training_step depends on how rows are "
             f"grouped: the mean of its microbatches' losses is {unlike[0]:.6g}, the loss of the "
             f"whole first batch {unlike[1]:.6g}. It compares rows with each other, or is no plain "
-            "mean over rows. With loss_over=batch it is that of stock Lightning."
+            "mean over rows. With loss_over=batch it is that of stock Lightning; for a mean over "
+            "tokens, loss_over=tokens is enough."
         )

@@ -101,9 +101,11 @@ class PipelineStrategy(SetupStrategy):
         num_microbatches: M per batch of a replica; None for 2 * pp (1 with
             ``pipedream``), or what ``file`` has. A batch with fewer rows runs with one row each.
         loss_over: ``microbatch``, the default, takes a loss of each microbatch and their mean by
-            rows, which for means over rows is the same; ``batch`` puts the outputs of all together
-            before one loss, as losses need that compare rows with each other. All forwards then
-            come before the first backward, and their activations are held.
+            rows, which for means over rows is the same; ``tokens`` their mean by targets, of which
+            the module's ``loss_weight(batch)`` says how many a microbatch has, over all
+            microbatches, replicas and accumulated batches; ``batch`` puts the outputs of all
+            microbatches together before one loss, as losses need that compare rows with each
+            other. All forwards then come before the first backward, and their activations are held.
         stages_per_rank: V; None for the schedule's default.
         group: N microbatches per round; None for the schedule's default.
         split_backward: Split every backward of a schedule that does not split by itself.

@@ -29,6 +29,7 @@ class Microbatch:
 
     data: Any  # as the user's loader made it, tensors cut along dimension 0
     share: float  # its rows over the batch's rows
+    weight: float  # on its loss and its logged means; the same but for loss_over=tokens
     # Shapes and types of its tensors; equal signatures give equal boundary shapes.
     signature: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -60,7 +61,8 @@ def split_batch(
     microbatches = []
     for *cut, rows_here in zip(*cuts, shares[first], strict=True):
         data = cut[0] if spec is None else tree_unflatten(cut, spec)
-        microbatches.append(Microbatch(data, rows_here / sizes[first], signature(data)))
+        share = rows_here / sizes[first]
+        microbatches.append(Microbatch(data, share, share, signature(data)))
     return microbatches
 
 

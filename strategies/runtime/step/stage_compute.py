@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from strategies.errors import DataError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
@@ -47,13 +48,14 @@ class PassOptions:
 
     batch_idx: int
     mode: Mode
-    scale: float  # factor on every gradient: 1 / (accumulation * dp)
+    scale: float  # factor on every gradient: 1 / (accumulation * dp), but for loss_over=tokens
     loss_scale: Tensor | None  # another one, on the device; None for 1
     seed: int | None  # every (microbatch, unit) draws from its own; None draws anew
     dataloader_idx: int | None  # which of several evaluation loaders the batch is from
     part: str = ""  # of a step that takes several passes; each has boundaries of its own
     retain_graph: bool = False  # whether another pass runs a backward through the same graphs
     batch: Any = None  # all of it, for a loss over it
+    targets: float | None = None  # of this replica's batch, with loss_over=tokens
 
     def step_of(self, batch: Any) -> str:
         """What decides which tensors cross a boundary, besides their shapes."""
@@ -204,7 +206,7 @@ class StageCompute:
             if self._parts.watch is not None:
                 gradients = self._parts.gradients.get(item.stage)
                 self._parts.watch.note_loss(item.stage, 0, output.loss, gradients)
-            if output.loss.requires_grad:
+            if output.loss.requires_grad and self._options.targets != 0:
                 with self._without_autocast():
                     torch.autograd.backward([output.loss], [self._seed(output.loss, 1.0)])
 
@@ -240,7 +242,7 @@ class StageCompute:
         whole.after(item.stage, item.microbatch, output)
         copy = item.microbatch % self._copies
         self._result.logs.extend(
-            [LogEntry(call, microbatch.share, item.stage, copy) for call in output.logs]
+            [LogEntry(call, microbatch.weight, item.stage, copy) for call in output.logs]
         )
         watch = self._parts.watch if self._learns else None
         if item.stage == self._last and self._one_loss:
@@ -253,7 +255,7 @@ class StageCompute:
             if isinstance(loss, Tensor) and self._on_host and loss.is_floating_point():
                 loss = float(loss.item())
             self._end_of_pipeline(item.microbatch, loss, output.result)
-            if watch is not None and loss is not None:
+            if watch is not None and loss is not None and microbatch.weight > 0:
                 gradients = self._parts.gradients.get(item.stage)
                 watch.note_loss(item.stage, item.microbatch, loss, gradients)
         else:
@@ -314,19 +316,21 @@ class StageCompute:
                     copied.add(item.stage)
 
     def _end_of_pipeline(self, microbatch: int, loss: Tensor | float | None, result: Any) -> None:
-        share = self._microbatches[microbatch].share
+        weight = self._microbatches[microbatch].weight
+        if weight == 0:  # A mean over no target is not a number.
+            loss = 0.0 if self._on_host else None
         if isinstance(loss, float):
-            value = loss * share
+            value = loss * weight
             self._mean = value if self._mean is None else self._mean + value
         elif loss is not None:
-            part, known = loss.detach().reshape(()).to(torch.float64) * share, self._result.loss
+            part, known = loss.detach().reshape(()).to(torch.float64) * weight, self._result.loss
             self._result.loss = part if known is None else known + part
         if not self._learns:
             self._result.results[microbatch] = result
 
-    def _seed(self, loss: Tensor, share: float) -> Tensor:
+    def _seed(self, loss: Tensor, weight: float) -> Tensor:
         """The gradient that a loss's backward begins with."""
-        seed = torch.full_like(loss, share * self._options.scale)
+        seed = torch.full_like(loss, weight * self._options.scale)
         if self._options.loss_scale is not None:
             seed = (seed * self._options.loss_scale).to(seed.dtype)
         return seed
@@ -381,13 +385,30 @@ class StageCompute:
             return graph, [output for output, _ in ends], [gradient for _, gradient in ends]
         if item.stage == self._last:
             assert graph.loss is not None
+            _, microbatch = self._origins[item.stage, item.microbatch]
             if not graph.loss.requires_grad:
                 return graph, [], []
-            _, microbatch = self._origins[item.stage, item.microbatch]
-            return graph, [graph.loss], [self._seed(graph.loss, microbatch.share)]
+            if microbatch.weight == 0 and not bool(graph.loss.detach().isfinite().all()):
+                return self._without_targets(item, graph)
+            return graph, [graph.loss], [self._seed(graph.loss, microbatch.weight)]
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
         found = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         return graph, [output for output, _ in found], [g for _, g in found if g is not None]
+
+    def _without_targets(
+        self, item: Instruction, graph: _Graph
+    ) -> tuple[_Graph, list[Tensor], list[Tensor]]:
+        """A mean over no target, whose gradients are no numbers times zero: there are none."""
+        if self._parts.model.experts:
+            raise DataError(
+                f"microbatch {item.microbatch} has no target, so its loss is not a number; but its "
+                "backward exchanges tokens of experts with other ranks.",
+                fix="Return a finite loss for it: loss.sum() / targets.clamp(min=1).",
+            )
+        for leaf in graph.inputs:
+            if leaf.requires_grad:
+                leaf.grad = torch.zeros_like(leaf)
+        return graph, [], []
 
 
 def run_backward(

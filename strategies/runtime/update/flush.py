@@ -57,6 +57,7 @@ class Flush:
         self._done = False
         self._owes = False  # whether a pass has started reductions that nobody has waited for
         self._not_finite = False
+        self._factor = 1.0
         self._loss_scale: Tensor | None = None
         self._flushed_at: Any = None
         self._norm: Fetch | None = None
@@ -76,11 +77,12 @@ class Flush:
     def expect(self, loss_scale: Tensor | None) -> None:
         """A pass begins, whose gradients are multiplied by ``loss_scale``; None for 1."""
         self._done = False
+        self._factor = 1.0
         self._loss_scale = loss_scale
 
-    def owe(self) -> None:
-        """The pass that has run has started reductions."""
-        self._owes = True
+    def owe(self, factor: float = 1.0) -> None:
+        """The pass that has run has started reductions; ``factor`` is on their sums."""
+        self._owes, self._factor = True, factor
 
     def catch_up(self) -> None:
         """Ends what is owed: an ``optimizer_step`` has run the closure and left out the step."""
@@ -113,6 +115,8 @@ class Flush:
     def _end(self, *, early: bool = False) -> None:
         """The sums are complete and shown behind it, and their norm is noted."""
         self._gradients.end(early=early)
+        if self._factor != 1:
+            self._gradients.multiply(self._factor)
         self._gradients.show()
         if self._parts.tensor_ranks is not None:
             self._gradients.add_up_partial(self._parts.tensor_ranks, self._parts.model)

@@ -299,6 +299,15 @@ class StageGradients:
         self._armed = False
         self._take()
 
+    def multiply(self, factor: float) -> None:
+        """Multiplies sums that are complete."""
+        for buffer in self.buffers:
+            if not buffer.loose:
+                buffer.flat[: sum(buffer.layout.sizes)].mul_(factor)
+        for loose in self._loose:
+            if loose.sum is not None:
+                loose.sum.mul_(factor)
+
     def show(self) -> None:
         """Puts sums that are complete where optimizers look for them."""
         for share in self._shares:

@@ -252,6 +252,13 @@ class RankGradients:
         if not early:
             self._shared_works = None
 
+    def multiply(self, factor: float) -> None:
+        """Multiplies sums that are complete."""
+        for gradients in self.stages.values():
+            gradients.multiply(factor)
+        for shared in self._shared:
+            shared.gradient.mul_(factor)
+
     def _counts(self, shared: _Shared) -> bool:
         """Whether a shared weight counts here: on the first rank that holds it."""
         stage = self._weights.shared[shared.name][0]

@@ -114,6 +114,20 @@ def test_each_mode_logs_its_own_loss_and_predict_gives_log_probabilities():
     assert torch.equal(best, model(batch["tokens"]).argmax(-1))
 
 
+def test_the_loss_is_the_mean_over_the_targets_that_are_not_masked():
+    module, batch = LanguageModel(SHAPE), batch_of(3)
+    logged = with_logs(module)
+    lengths = torch.tensor([[1], [3], [16]])
+    batch["targets"] = batch["targets"].masked_fill(lengths <= torch.arange(16), -100)
+    logits = module(batch["tokens"]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, batch["targets"].flatten())
+    assert module.loss_weight(batch) == 20
+    torch.testing.assert_close(module.training_step(batch, 0), expected)
+    assert logged["train_loss"][0] == pytest.approx(expected.item())
+    batch["targets"] = torch.full_like(batch["targets"], -100)
+    assert module.training_step(batch, 0) == 0, "A microbatch may be padding alone."
+
+
 def test_building_leaves_the_global_generator_alone_and_the_seed_decides():
     state = torch.get_rng_state()
     one, two, three = LanguageModel(SHAPE), LanguageModel(SHAPE), LanguageModel(SHAPE, seed=1)
