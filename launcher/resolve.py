@@ -34,6 +34,7 @@ from strategies.analysis.late_verdict import keeping_updates, pays
 from strategies.analysis.memory import peak_memory
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.capacity import Capacity, capacity
 from strategies.costs.hardware import ElementSizes
 from strategies.costs.load import Load, sum_loads
 from strategies.costs.table import Costs
@@ -218,7 +219,7 @@ def resolve(
         asked.plan,
         buckets=_buckets(config, dp, loads, asked.placement, opaque=opaque),
         costs=costs,
-        memory_bytes=None if assumed else int(config.hardware.memory_gb * 1e9),
+        memory_bytes=None if assumed else rank_capacity(config, dp).room,
         skips=skips(handed),
         exchanges=_exchanges(config, loads),
     )
@@ -228,7 +229,7 @@ def resolve(
     if config.mode not in ("simulate", "plan"):
         _ = programs.every  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
-    late = _post_validation(config, programs, costs, opaque=opaque)
+    late = _post_validation(config, programs, costs, plan.memory_bytes, opaque=opaque)
     if late is True:
         costs = keeping_updates(costs)
     return Run(
@@ -255,7 +256,7 @@ def resolve(
 
 
 def _post_validation(
-    config: LaunchConfig, programs: Programs, costs: Costs, *, opaque: bool
+    config: LaunchConfig, programs: Programs, costs: Costs, room: int | None, *, opaque: bool
 ) -> bool | Literal["auto"]:
     """Whether ranks update before the verdict; of a model that they alone know, they decide."""
     trainer, asked = config.trainer, config.trainer.post_validation
@@ -270,8 +271,12 @@ def _post_validation(
         return False  # A prediction is of what was asked for.
     if opaque:
         return "auto"
-    limit = None if config.costs.name == "uniform" else int(config.hardware.memory_gb * 1e9)
-    return pays(simulate(programs.train, costs), costs, memory_bytes=limit)
+    return pays(simulate(programs.train, costs), costs, memory_bytes=room)
+
+
+def rank_capacity(config: LaunchConfig, dp: int) -> Capacity:
+    """The memory of one rank of a run, and what of it tensors may take."""
+    return capacity(config.hardware, tp=config.tp, pp=config.pp, dp=dp, ep=config.ep)
 
 
 def _refuse_versions(config: LaunchConfig, plan: Plan, programs: Programs) -> None:
@@ -285,7 +290,8 @@ def _refuse_versions(config: LaunchConfig, plan: Plan, programs: Programs) -> No
             raise PlanError(
                 f"schedule={plan.schedule} holds {memory.total / 1e9:.3g} GB on rank {rank}, of it "
                 f"{memory.parameters / 1e9:.3g} GB for {versions} versions of its weights, and "
-                f"hardware.memory_gb={config.hardware.memory_gb:g}. Try schedule=1f1b, which holds "
+                f"hardware.memory_gb={config.hardware.memory_gb:g} has room for "
+                f"{plan.memory_bytes / 1e9:.3g}. Try schedule=1f1b, which holds "
                 "one version, more ranks (pp), or another hardware.memory_gb."
             )
 

@@ -39,6 +39,7 @@ from launcher.report.plan_table import (
     refused,
 )
 from launcher.report.predicted import (
+    memory_margin,
     memory_note,
     predict,
     predicted_mapping,
@@ -107,7 +108,7 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
         from launcher.planning.tensor_plan import tensor_plan_text
 
         say(tensor_plan_text(shardings))
-    say(_bars(first, asked.problem.machine.memory_bytes))
+    say(_bars(first, asked))
     found = mapping["rejected"]
     assert isinstance(found, dict)
     say(refused(found))
@@ -161,7 +162,7 @@ def _explained_shardings(
 def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
     found = tune_layout(config, asked, top_k=config.planner.top_k)
     first = found.listed[0]
-    limit = asked.problem.machine.memory_bytes
+    limit = asked.problem.room(first.outcome.candidate.layout)
     mapping = answer_mapping(asked, found.answer, found.listed)
     rejected = mapping["rejected"]
     assert isinstance(rejected, dict)
@@ -173,7 +174,7 @@ def _tune(config: LaunchConfig, asked: Question, run_dir: Path) -> int:
     exported = _export(config, first, run_dir, mapping)
     _write(run_dir, asked, first, mapping)
     _say_plans(config, asked, mapping)
-    say(_bars(first, limit))
+    say(_bars(first, asked))
     if found.reaches:
         key = first.words[-1].partition("=")[0]
         say(reaches_text(found.reaches, key, limit))
@@ -204,7 +205,7 @@ def _export(
 def _write(run_dir: Path, asked: Question, first: ListedPlan, mapping: dict[str, object]) -> None:
     plans = mapping["plans"]
     assert isinstance(plans, list)
-    table = plans_html(plans, limit_bytes=asked.problem.machine.memory_bytes)
+    table = plans_html(plans, limit_bytes=asked.problem.room(first.outcome.candidate.layout))
     known = first.compiled
     if known is None:
         result = long_mapping(asked, first)
@@ -223,7 +224,7 @@ def _say_plans(config: LaunchConfig, asked: Question, mapping: dict[str, object]
     say(
         f"{config.model.name} on {asked.space.num_gpus} x {machine.hardware.name} "
         f"{_DEFAULT if machine.hardware.name in _LAPTOPS else ''}with "
-        f"{machine.memory_bytes / 1e9:g} GB each, {asked.space.global_batch_size} "
+        f"{machine.hardware.memory_gb:g} GB each, {asked.space.global_batch_size} "
         f"{'sequences' if reached == 'sequence_length' else _rows(asked)} per step, "
         f"{config.trainer.precision}"
     )
@@ -260,7 +261,9 @@ def _rows(asked: Question) -> str:
     return f"sequences of {tokens} tokens" if tokens > 1 else "samples"
 
 
-def _bars(plan: ListedPlan, limit: int) -> str:
+def _bars(plan: ListedPlan, asked: Question) -> str:
+    """What each rank holds of what tensors may take, and what a card has left then."""
+    capacity = asked.problem.capacity(plan.outcome.candidate.layout)
     placement, table = plan.outcome.group.placement, plan.outcome.group.table
     assert table.state_bytes is not None
     state = [
@@ -268,7 +271,10 @@ def _bars(plan: ListedPlan, limit: int) -> str:
         for rank in range(placement.num_ranks)
     ]
     moving = [held - fixed for held, fixed in zip(plan.memory, state, strict=True)]
-    return memory_bars(state, moving, limit)
+    bars = memory_bars(state, moving, capacity.room)
+    if capacity.room == capacity.total:
+        return bars
+    return f"{bars}\nplan 1 needs {capacity.margin(max(plan.memory))}"
 
 
 def simulate(config: LaunchConfig, run_dir: Path) -> int:
@@ -287,5 +293,7 @@ def simulate(config: LaunchConfig, run_dir: Path) -> int:
         say(note)
     if (short := memory_note(resolved)) is not None:
         say(f"it {short}")
+    if (margin := memory_margin(resolved)) is not None:
+        say(margin)
     say(f"files: {run_dir}")
     return 0

@@ -21,6 +21,7 @@ from launcher.processes.nodes import Nodes, node_commands, plan_nodes
 from launcher.processes.slurm_script import check_tool, job_script, try_out
 from launcher.report.html import Panel, memory_line
 from launcher.report.predicted import (
+    memory_margin,
     memory_note,
     predict,
     predicted_mapping,
@@ -58,7 +59,9 @@ def run(config: LaunchConfig, run_dir: Path) -> int:
         say(f"continues {checkpoint}")
     print_summary(result)
     _say_commands(resolved, run_dir, _overrides(run_dir), job, nodes)
-    note = memory_note(resolved)
+    note, margin = memory_note(resolved), memory_margin(resolved)
+    if margin is not None:
+        say(margin)
     say("valid: nothing was started" if note is None else f"valid, but it {note}")
     return 0
 

@@ -408,8 +408,11 @@ class HardwareConfig(Hardware):
     context_gb: float = key(
         0.0,
         "Memory of one rank, in GB, that its process takes before it has a model: context, "
-        "libraries, communicators.",
+        "libraries.",
         low=0,
+    )
+    communicator_gb: float = key(
+        0.0, "Memory, in GB, that the buffers of each of a rank's communicators take.", low=0
     )
     allocator_loss: float = key(
         0.0, "What an allocator reserves beyond what it hands out, as a share of that.", low=0

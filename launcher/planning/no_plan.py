@@ -73,16 +73,19 @@ def describe(what: Candidate | Layout) -> str:
 
 
 def _memory(asked: Question, answer: Answer) -> str:
-    limit = asked.problem.machine.memory_bytes
+    limit = asked.problem.machine.hardware.memory_gb
     text = (
         f"None of {answer.num_candidates} plans for {asked.space.num_gpus} GPUs and "
-        f"{asked.space.global_batch_size} sequences per step fits into {limit / 1e9:.4g} GB per "
+        f"{asked.space.global_batch_size} sequences per step fits into {limit:.4g} GB per "
         f"rank{_pins(asked)}."
     )
     if answer.rejected.nearest is not None:
         needed, what = answer.rejected.nearest
-        at_least = "at least " if isinstance(what, Layout) else ""
-        text += f" The nearest, {describe(what)}, needs {at_least}{needed / 1e9:.4g} GB."
+        layout, at_least = what if isinstance(what, Layout) else what.layout, ""
+        if isinstance(what, Layout):
+            at_least = "at least "
+        takes = asked.problem.capacity(layout).taken(needed)
+        text += f" The nearest, {describe(what)}, needs {at_least}{takes / 1e9:.4g} GB."
     changes = [
         change
         for change in (_recompute(asked), _small_microbatches(asked), _smaller_batch(asked),
@@ -134,7 +137,7 @@ def _more_gpus(asked: Question) -> str | None:
 
 
 def _more_memory(asked: Question) -> str | None:
-    low = high = asked.problem.machine.memory_bytes
+    low = high = asked.problem.machine.hardware.memory_gb
     for _ in range(_MOST_DOUBLINGS):
         high *= 2
         if _fits(with_memory(asked, high)):
@@ -143,9 +146,9 @@ def _more_memory(asked: Question) -> str | None:
     else:
         return None
     for _ in range(_BISECTIONS):
-        middle = (low + high) // 2
+        middle = (low + high) / 2
         low, high = (low, middle) if _fits(with_memory(asked, middle)) else (middle, high)
-    gb = math.ceil(high / 1e8) / 10
+    gb = math.ceil(high * 10) / 10
     return f"planner.memory_gb={gb:g}"
 
 

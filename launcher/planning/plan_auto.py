@@ -14,6 +14,7 @@ from launcher.planning.question import Question, ask, label
 from launcher.planning.report import ListedPlan, candidate_config, candidate_words, list_plans
 from launcher.report.summary import format_duration
 from launcher.terminal import say
+from strategies.costs.capacity import capacity
 from strategies.errors import PlanError
 from strategies.plan import Recompute
 from strategies.planner.layout_search import Answer, Rejected, rank_key, search
@@ -134,22 +135,26 @@ def _pins(asked: Question, name: str) -> bool:
 
 
 def _too_small(asked: Question, answer: Answer, found: Sequence[Outcome]) -> PlanError:
-    limit = asked.problem.machine.memory_bytes
+    def needed(outcome: Outcome) -> float:
+        capacity = asked.problem.capacity(outcome.candidate.layout)
+        return _rounded_up_gb(capacity.taken(outcome.peak_bytes))
+
+    limit = asked.problem.machine.hardware.memory_gb
     least, candidate = found[0], found[0].candidate
     layout, order = candidate.layout, candidate.order
-    needs = _rounded_up_gb(least.peak_bytes)
+    needs = needed(least)
     others = [each for each in found if each.group.recompute.policy == "none"]
     plain = ""
     if others and candidate.recompute.policy != "none":
         fastest = min(others, key=rank_key)
         plain = (
             f" ({format_duration(fastest.step_time_s, 's')} without recomputation, which "
-            f"needs {_rounded_up_gb(fastest.peak_bytes):g})"
+            f"needs {needed(fastest):g})"
         )
     pinned = asked.space.recompute
     policy = "any recompute policy" if pinned is None else f"recompute={pinned.policy}"
     return PlanError(
-        f"planner.memory_gb={limit / 1e9:g}: none of {answer.num_candidates} programs of "
+        f"planner.memory_gb={limit:g}: none of {answer.num_candidates} programs of "
         f"pp={layout.pp} dp={layout.dp} tp={layout.tp} schedule={order.schedule} with {policy} "
         f"fits. The smallest, recompute={candidate.recompute.policy} "
         f"data.microbatch_size={layout.microbatch_size} overlap={candidate.overlap}, needs "
@@ -158,8 +163,9 @@ def _too_small(asked: Question, answer: Answer, found: Sequence[Outcome]) -> Pla
     )
 
 
-def _rounded_up_gb(num_bytes: int) -> float:
+def _rounded_up_gb(needed: float) -> float:
     """In GB, to three digits, never too little."""
+    num_bytes = math.ceil(needed)
     digit: int = 10 ** max(0, len(str(num_bytes)) - 3)
     return math.ceil(num_bytes / digit) * digit / 1e9
 
@@ -203,12 +209,17 @@ def _ranked(reaches: Sequence[Reach]) -> list[Reach]:
 
 
 def _none_fits(asked: Question, least: int | None, key: str) -> PlanError:
-    limit = asked.problem.machine.memory_bytes
-    enough = "" if least is None else f" At least {_rounded_up_gb(least):g} GB are needed there."
-    fix = "Try a larger planner.memory_gb, or a larger pp."
+    limit = asked.problem.machine.hardware.memory_gb
+    enough, fix = "", "Try a larger planner.memory_gb, or a larger pp."
     if least is not None:
-        fix = f"Try planner.memory_gb={_rounded_up_gb(least):g}, or a larger pp."
+        space = asked.space
+        pinned = {"tp": space.tp, "pp": space.pp, "dp": space.dp, "ep": space.ep}
+        layout = {name: degree or 1 for name, degree in pinned.items()}
+        taken = capacity(asked.problem.machine.hardware, **layout).taken(least)
+        needs = _rounded_up_gb(taken)
+        enough = f" At least {needs:g} GB are needed there."
+        fix = f"Try planner.memory_gb={needs:g}, or a larger pp."
     return PlanError(
-        f"planner.memory_gb={limit / 1e9:g} has no room for the smallest {key} with any recompute "
+        f"planner.memory_gb={limit:g} has no room for the smallest {key} with any recompute "
         f"policy.{enough} {fix}"
     )

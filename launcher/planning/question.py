@@ -86,7 +86,6 @@ def question(
     machine = Machine(
         # What recompute=optimal and the group of foldx fill is the planner's limit.
         hardware=replace(config.hardware, memory_gb=memory_gb),
-        memory_bytes=int(memory_gb * 1e9),
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],
         bucket_mb=config.overlap.bucket_mb,
@@ -290,10 +289,9 @@ def _num_gpus(config: LaunchConfig, pinned: frozenset[str]) -> int:
     return prod(asked) if asked_world(config) is None and places % prod(asked) else places
 
 
-def with_memory(asked: Question, memory_bytes: int) -> Question:
+def with_memory(asked: Question, memory_gb: float) -> Question:
     before = asked.problem.machine
-    roomy = replace(before.hardware, memory_gb=memory_bytes / 1e9)
-    machine = replace(before, hardware=roomy, memory_bytes=memory_bytes)
+    machine = replace(before, hardware=replace(before.hardware, memory_gb=memory_gb))
     return replace(asked, problem=replace(asked.problem, machine=machine))
 
 

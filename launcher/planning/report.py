@@ -37,7 +37,7 @@ from strategies.planner.outcome import (
     structure,
     times,
 )
-from strategies.planner.problem import Candidate
+from strategies.planner.problem import Candidate, Layout
 from strategies.planner.space import Space
 from strategies.planner.step_time import idle_share
 from strategies.schedules import find_schedule
@@ -197,9 +197,10 @@ def answer_mapping(
 ) -> dict[str, object]:
     """The keys that planning adds to result.json."""
     rejected = answer.rejected
-    nearest = None
+    nearest, layout = None, listed[0].outcome.candidate.layout
     if rejected.nearest is not None:
         needed, what = rejected.nearest
+        layout = what if isinstance(what, Layout) else what.layout
         nearest = {"plan": describe(what), "bytes": needed}
     return {
         "plans": [_plan_mapping(plan) for plan in listed],
@@ -209,7 +210,7 @@ def answer_mapping(
             "dominated": rejected.dominated,
             "tp": {str(tp): reason for tp, reason in rejected.tp.items()},
             "batch": sorted(rejected.batch),
-            "memory_limit_bytes": asked.problem.machine.memory_bytes,
+            "memory_limit_bytes": asked.problem.room(layout),
             "nearest": nearest,
         },
         **peak_mapping(asked.config),
@@ -371,14 +372,16 @@ def candidate_words(candidate: Candidate, asked: Question) -> list[str]:
     if asked.config.overlap.exchange and layout.ep == 1:
         words.append("overlap.exchange=false")  # There is nothing to exchange.
     words += _recompute_words(candidate.recompute)
-    if _fills_memory(candidate):
+    if _sets_memory(candidate, asked.config):
         words.append(f"hardware.memory_gb={asked.problem.machine.hardware.memory_gb:.12g}")
     return words
 
 
-def _fills_memory(candidate: Candidate) -> bool:
+def _sets_memory(candidate: Candidate, config: LaunchConfig) -> bool:
+    """Whether a run has to know what memory the plan was for: to fill it, or because it is more."""
     recompute = candidate.recompute
-    return recompute.policy == "optimal" and recompute.max_full_activations is None
+    fills = recompute.policy == "optimal" and recompute.max_full_activations is None
+    return fills or (config.planner.memory_gb or 0.0) > config.hardware.memory_gb
 
 
 def _recompute_words(recompute: Recompute) -> list[str]:
@@ -400,7 +403,7 @@ def candidate_config(
     layout, order = candidate.layout, candidate.order
     virtual = find_schedule(order.schedule).virtual_stages
     memory_gb = config.hardware.memory_gb
-    if _fills_memory(candidate):
+    if _sets_memory(candidate, config):
         memory_gb = config.planner.memory_gb or memory_gb
     return replace(
         config,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 
 from launcher.config import LaunchConfig
@@ -14,7 +15,7 @@ from launcher.report.html import Panel, memory_mapping, write_timeline_html
 from launcher.report.result import metrics_mapping, recompute_mapping, versions, write_atomically
 from launcher.report.rows import KIND_NAMES, TimelineData, held_over_time, timeline_rows, zeroed
 from launcher.report.summary import format_duration, format_percent
-from launcher.resolve import Run
+from launcher.resolve import Run, rank_capacity
 from launcher.workloads.model_share import model_units
 from strategies.analysis.memory import RankMemory, peak_memory
 from strategies.analysis.metrics import Metrics, measure
@@ -196,18 +197,27 @@ def memory_note(run: Run) -> str | None:
     hardware, memory = run.config.hardware, rank_memory(run)
     if memory is None or run.config.costs.name == "uniform":
         return None
-    needs = [hardware.reserved_bytes(held.total) for held in memory]
-    rank = max(range(len(needs)), key=needs.__getitem__)
-    if needs[rank] <= hardware.memory_gb * 1e9:
+    capacity = rank_capacity(run.config, run.dp)
+    rank, held = max(((n, each.total) for n, each in enumerate(memory)), key=itemgetter(1))
+    if capacity.fits(held):
         return None
     fix = "recompute=full, more ranks (pp, tp)"
     if run.config.recompute.name == "full":
         fix = "more ranks (pp, tp), a smaller data.microbatch_size"
     return (
-        f"does not fit: rank {rank} is predicted to need {needs[rank] / 1e9:.4g} GB, and "
+        f"does not fit: rank {rank} is predicted to need {capacity.needs(held)}, and "
         f"hardware.memory_gb={hardware.memory_gb:g} (hardware={hardware.name}). Try {fix}, or "
         "another hardware=."
     )
+
+
+def memory_margin(run: Run) -> str | None:
+    """What the fullest rank leaves of a card's memory, where the card says what else takes some."""
+    memory, capacity = rank_memory(run), rank_capacity(run.config, run.dp)
+    if memory is None or run.config.costs.name == "uniform" or capacity.room == capacity.total:
+        return None
+    held = max(each.total for each in memory)
+    return f"it fits, with {capacity.margin(held)}" if capacity.fits(held) else None
 
 
 def _cores_per_replica(run: Run) -> float | None:
@@ -297,7 +307,7 @@ def run_title(run: Run) -> str:
 
 def with_memory(panels: Sequence[Panel], run: Run) -> list[Panel]:
     """The panels, a prediction with what each rank holds, and what a rank of the machine has."""
-    limit = run.config.hardware.memory_gb * 1e9
+    limit = rank_capacity(run.config, run.dp).room
     return [
         panel
         if panel.metrics is None

@@ -48,7 +48,8 @@ class Hardware:
         kernel_overhead_s: What starting a kernel takes. Only with ``num_sms``.
         message_overhead_s: What a message from stage to stage takes beside its link's latency.
         context_gb: What a process takes of the memory before it has a model: the device's context,
-            kernels, workspaces of libraries, buffers of communicators; in 1e9 bytes.
+            kernels, workspaces of libraries; in 1e9 bytes.
+        communicator_gb: What the buffers of one communicator take, in 1e9 bytes.
         allocator_loss: What an allocator has reserved beyond what it has handed out, over that.
     """
 
@@ -80,11 +81,8 @@ class Hardware:
     kernel_overhead_s: float = 0.0
     message_overhead_s: float = 0.0
     context_gb: float = 0.0
+    communicator_gb: float = 0.0
     allocator_loss: float = 0.0
-
-    def reserved_bytes(self, held: float) -> float:
-        """What the device shows as taken where a rank holds so many bytes."""
-        return held * (1.0 + self.allocator_loss) + 1e9 * self.context_gb
 
     def named_peaks(self) -> dict[NumberFormat, float]:
         """Number formats with a peak of their own."""

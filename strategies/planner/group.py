@@ -277,7 +277,7 @@ def _room(problem: Problem, layout: Layout, *, selective: bool) -> MemoryLimit:
         tuple(map(float, table.state_bytes)),
         tuple(map(float, table.activation_bytes)),
         tuple(float(min(layout.pp - stage, layout.num_microbatches)) for stage in stages),
-        (float(problem.machine.memory_bytes),) * layout.pp,
+        (float(problem.room(layout)),) * layout.pp,
     )
 
 

@@ -123,7 +123,7 @@ def _fitting(problem: Problem, space: Space, top_k: int) -> Answer:
     while True:
         answer = _Search(problem, space, top_k, refused).run()
         plans = tuple(replace(p, rank_bytes=full_bytes(problem, p)) for p in answer.plans)
-        too_large = [p for p in plans if p.peak_bytes > problem.machine.memory_bytes]
+        too_large = [p for p in plans if p.peak_bytes > problem.room(p.candidate.layout)]
         if not too_large:
             return replace(answer, plans=plans)
         refused |= {plan.candidate: plan.peak_bytes for plan in too_large}
@@ -139,7 +139,6 @@ class _Search:
         self.space = space
         self.top_k = top_k
         self.refused = refused
-        self.limit = problem.machine.memory_bytes
         self.rejected = Rejected()
         self.found: list[Outcome] = []
         self.worst = float("inf")  # time of the last that is listed
@@ -175,15 +174,16 @@ class _Search:
     def _cut(self, layout: Layout, recompute: Recompute, number: int, bound: float) -> None:
         """``number``: of its candidates."""
         needed = _least_bytes(self.problem, self.space, layout, recompute)
-        if needed > self.limit:
+        if needed > self.problem.room(layout):
             self.rejected.too_large(needed, layout, number)
             return
         for sketch in sketches(self.problem, self.space, layout, recompute):
             self._push(max(bound, sketch.bound), partial(self._cost, sketch))
 
     def _cost(self, sketch: Sketch) -> None:
+        room = self.problem.room(sketch.layout)
         for group in groups_of(self.problem, self.space, sketch):
-            if group.least_bytes > self.limit:
+            if group.least_bytes > room:
                 self.rejected.too_large(group.least_bytes, group.layout, len(group.orders))
             else:
                 self._push(group.bound, partial(self._split, group))
@@ -208,7 +208,8 @@ class _Search:
 
     def _fast_and_fitting(self, group: Group, order: Order) -> Outcome | None:
         """A candidate that fits, may be listed and has no leaner one, cheap questions first."""
-        problem, rejected, limit = self.problem, self.rejected, self.limit
+        problem, rejected = self.problem, self.rejected
+        limit = problem.room(group.layout)
         early: list[tuple[Group, Order]] = []
         late: list[tuple[Group, Order]] = []
         for other, same in dominating_candidates(group, order, self.space, problem):
@@ -251,9 +252,10 @@ class _Search:
 
     def _fits(self, group: Group, order: Order) -> bool:
         expected = expected_bytes(group, order, self.space) or 0
-        if max(expected, least_bytes(self.problem, group, order)) > self.limit:
+        limit = self.problem.room(group.layout)
+        if max(expected, least_bytes(self.problem, group, order)) > limit:
             return False
-        return needed_bytes(self.problem, group, order, self.limit) <= self.limit
+        return needed_bytes(self.problem, group, order, limit) <= limit
 
 
 def full_bytes(problem: Problem, outcome: Outcome) -> tuple[int, ...]:

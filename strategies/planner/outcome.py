@@ -21,6 +21,7 @@ from strategies.analysis.memory import (
     worst_counts,
 )
 from strategies.compiler import compile_plan
+from strategies.costs.capacity import capacity
 from strategies.costs.table import Costs, CostTable, StageMemory
 from strategies.ir.kinds import BACKWARD_KINDS, Kind
 from strategies.ir.program import Program, recomputed_pairs
@@ -282,17 +283,20 @@ def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
 
 def plan_of(group: Group, order: Order) -> Plan:
     """What the compiler gets for one of a group's candidates."""
+    layout = group.layout
     return Plan(
         order.schedule,
-        group.layout.pp,
-        group.layout.num_microbatches,
+        layout.pp,
+        layout.num_microbatches,
         order.stages_per_rank,
         order.group,
         group.overlap,
         group.buckets,
         split_backward=group.split_backward,
         costs=group.costs,
-        memory_bytes=int(group.costs.hardware.memory_gb * 1e9),
+        memory_bytes=capacity(
+            group.costs.hardware, tp=layout.tp, pp=layout.pp, dp=layout.dp, ep=layout.ep
+        ).room,
         recompute=group.recompute,
         skips=skips(group.costs.handed),
     )

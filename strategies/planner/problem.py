@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from strategies.costs.analytic import AnalyticCosts, Known
+from strategies.costs.capacity import Capacity, capacity
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
 from strategies.costs.load import Load, sum_loads
 from strategies.costs.pass_seconds import by_kernels
@@ -32,7 +33,6 @@ class Machine:
     """What ranks are and how numbers are kept.
 
     Attributes:
-        memory_bytes: Limit per rank.
         sizes: Bytes of an element of each kind.
         optimizer_elements: Of optimizer state per parameter.
         bucket_mb: Size of a reduction bucket.
@@ -45,7 +45,6 @@ class Machine:
     """
 
     hardware: Hardware
-    memory_bytes: int
     sizes: ElementSizes = field(default_factory=ElementSizes)
     optimizer_elements: int = 2
     bucket_mb: float = 25.0
@@ -117,6 +116,14 @@ class Problem:
     spreads_cut: bool = True
     store: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     known: Known = field(default_factory=Known, init=False, repr=False, compare=False)
+
+    def room(self, layout: Layout) -> int:
+        """The most bytes of tensors that fit into the memory of a rank."""
+        return self.capacity(layout).room
+
+    def capacity(self, layout: Layout) -> Capacity:
+        hardware, tp = self.machine.hardware, layout.tp
+        return capacity(hardware, tp=tp, pp=layout.pp, dp=layout.dp, ep=layout.ep)
 
     @property
     def least_size(self) -> int:

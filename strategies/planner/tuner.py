@@ -39,7 +39,7 @@ def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
 
     The space's degrees and schedule are pinned; at most ``top_k`` are listed.
     """
-    began, limit = time.perf_counter(), problem.machine.memory_bytes
+    began = time.perf_counter()
     best: dict[_Key, Outcome] = {}
     refused: dict[_Key, Refusal] = {}
     worst, num_simulated, is_free = float("inf"), 0, space.recompute is None
@@ -53,7 +53,7 @@ def tune(problem: Problem, space: Space, *, top_k: int = 5) -> Answer:
         # The earliest bound first; of equal ones the policy that is simplest.
         found = sorted(candidates(problem, space), key=lambda each: each[0].bound)
         for group, order in found:
-            key = (group.layout, group.recompute)
+            key, limit = (group.layout, group.recompute), problem.room(group.layout)
             if group.bound > worst * (1 + SAME):
                 refuse(Refusal(*key, "slower", step_time_s=group.bound, exact=False))
                 # Whether a policy fits, only all its programs show.
@@ -133,7 +133,7 @@ def fitted(problem: Problem, space: Space, group: Group, order: Order) -> Outcom
     """
     best = found = simulated(problem, group, order)
     for _ in range(_MOST_CUTS):
-        if found is None or found.peak_bytes <= problem.machine.memory_bytes:
+        if found is None or found.peak_bytes <= problem.room(group.layout):
             break
         again = cut_again(problem, space, found.group, order, found.rank_bytes)
         if again is None:

@@ -85,7 +85,7 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
         step = metrics.makespan if asked.problem.machine.waits_at_flush else metrics.period
         assert step == pytest.approx(plan.step_time_s, rel=1e-9)
         assert metrics.peak_memory_bytes == plan.rank_bytes
-        assert max(plan.rank_bytes) <= asked.problem.machine.memory_bytes
+        assert max(plan.rank_bytes) <= asked.problem.room(plan.candidate.layout)
         assert step >= plan.group.bound * (1 - 1e-9)
         assert run.world_size == 8
         if pinned:

@@ -241,7 +241,7 @@ def test_the_longest_sequence_does_not_depend_on_where_the_search_begins(start, 
     words = [*TIGHT, "planner.maximize=sequence_length", f"model.sequence={start}"]
     done = launch_here(words, tmp_path).assert_done()
     (longest,) = re.findall(r"recompute=none +model\.sequence=(\d+) ", done.output)
-    assert longest == "11520"  # to 1/32 of it
+    assert longest == "10752"  # to 1/32 of it
 
 
 def test_a_sequence_shorter_than_the_longest_has_a_plan(tmp_path):

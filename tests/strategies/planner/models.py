@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from strategies.costs.hardware import ElementSizes, Hardware
 from strategies.costs.load import Load
 from strategies.planner.problem import Machine, Problem
@@ -45,9 +47,18 @@ def problem(
         head = unit(2.0 * stream * vocab, vocab * hidden, 2 * tokens * vocab, 0)
         return (first, *((attention, mlp) * layers), head)
 
-    machine = Machine(MACHINE, int(memory), ElementSizes(), waits_at_flush=barrier)
+    machine = Machine(
+        replace(MACHINE, memory_gb=memory / 1e9), ElementSizes(), waits_at_flush=barrier
+    )
 
     def refuse(tp: int) -> str | None:
         return None if tp in (1, 2, 4) else f"tp={tp} does not divide model.heads=4. Try tp=4."
 
     return Problem(machine, loads, 2 * layers + 2, refuse)
+
+
+def with_memory(asked: Problem, num_bytes: int) -> Problem:
+    """The same where ranks have so many bytes."""
+    machine = asked.machine
+    hardware = replace(machine.hardware, memory_gb=num_bytes / 1e9)
+    return replace(asked, machine=replace(machine, hardware=hardware))

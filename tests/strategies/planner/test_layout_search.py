@@ -29,7 +29,7 @@ from strategies.planner.problem import Layout, Order, Problem
 from strategies.planner.space import Space, degrees, layouts
 from strategies.schedules import find_schedule
 from strategies.simulator.engine import simulate
-from tests.strategies.planner.models import problem
+from tests.strategies.planner.models import problem, with_memory
 
 
 def test_a_plan_that_fits_only_without_its_buffers_makes_room_for_the_next():
@@ -40,7 +40,7 @@ def test_a_plan_that_fits_only_without_its_buffers_makes_room_for_the_next():
     table = best.plan.costs.table(program)
     whole = max(v or 0 for v in peak_memory_bytes(program, table))
     assert max(v or 0 for v in peak_bytes(program, table)) < whole == best.peak_bytes
-    tight = replace(asked, machine=replace(asked.machine, memory_bytes=whole - 1))
+    tight = with_memory(asked, whole - 1)
     answer = search(tight, space, top_k=2)
     assert len(answer.plans) == 2
     assert best.candidate not in {plan.candidate for plan in answer.plans}
@@ -85,7 +85,7 @@ def _drawn(
 def exhaustive(asked: Problem, space: Space) -> list[Outcome]:
     """Every candidate by its verified program; what O2 leaves out by rule is left out."""
     found = []
-    limit = asked.machine.memory_bytes
+    limit = round(asked.machine.hardware.memory_gb * 1e9)
     for tp, pp, dp in degrees(space, asked):
         if asked.refuse_tp(tp) is not None:
             continue
@@ -151,7 +151,7 @@ def test_the_first_five_are_those_of_simulating_everything(name):
     # What is close to the limit is timed first: to look for its messages takes longer.
     assert answer.num_simulated <= len(expected) + answer.rejected.memory
     for plan in answer.plans:
-        assert plan.peak_bytes <= asked.machine.memory_bytes
+        assert plan.peak_bytes <= asked.room(plan.candidate.layout)
 
 
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
@@ -209,7 +209,7 @@ def test_gradients_are_late_only_where_that_is_asked_for():
     assert best.step_time_s == pytest.approx(simulate(program, costs).period)
     assert best.rank_bytes == peak_memory_bytes(program, costs.table(program))
     # Its versions of the weights count: with a byte less they do not fit.
-    tight = replace(asked, machine=replace(asked.machine, memory_bytes=best.peak_bytes - 1))
+    tight = with_memory(asked, best.peak_bytes - 1)
     assert best.candidate not in {p.candidate for p in search(tight, late).plans}
     # Where ranks agree on every update, they wait for each other, but drain nothing.
     waiting = program_step(program, costs, waits=True)
@@ -243,7 +243,7 @@ def test_reasons_are_given_for_what_is_not_listed():
     assert set(answer.rejected.tp) == {3}
     assert answer.rejected.batch == {3, 6, 12}
     assert answer.rejected.nearest is not None
-    assert answer.rejected.nearest[0] > asked.machine.memory_bytes
+    assert answer.rejected.nearest[0] > asked.machine.hardware.memory_gb * 1e9
     listed = len(answer.plans)
     counted = answer.rejected.memory + answer.rejected.slower + answer.rejected.dominated
     assert listed + counted == answer.num_candidates
