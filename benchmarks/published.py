@@ -39,7 +39,7 @@ def report(predictions: Sequence[Prediction], *, rows: bool = False) -> str:
     """Markdown: the figures per card, per source and per table, and what could not be asked."""
     known = [p for p in predictions if p.missing is None]
     parts = [
-        _errors(known, "card", lambda p: p.run.hardware),
+        _errors(known, "card", _card),
         _errors(known, "source", lambda p: f"{p.run.source}, {p.run.hardware}"),
         _ranks(known),
         _verdicts(known),
@@ -51,6 +51,12 @@ def report(predictions: Sequence[Prediction], *, rows: bool = False) -> str:
         lines = [f"- {p.run.name}: {p.missing}" for p in missing]
         parts.append("Cannot be asked for:\n\n" + "\n".join(lines))
     return "\n\n".join(part for part in parts if part)
+
+
+def _card(prediction: Prediction) -> str:
+    """Models with experts apart."""
+    run = prediction.run
+    return f"{run.hardware}, experts" if run.row.get("experts") else run.hardware
 
 
 def _errors(predictions: Sequence[Prediction], title: str, by: Callable[[Prediction], str]) -> str:

@@ -5,9 +5,9 @@ A row says what was run (model, degrees, batch, schedule, what was recomputed) a
 user would type, so what no key can say cannot be predicted: ``missing`` names it.
 
 Columns: id; group (the table that it stands in: rows of one group are ranked); hardware (an option
-of ``hardware=``); layers, hidden, heads, kv_heads, ffn, act, vocab, seq, tie; ep, experts,
-experts_per_token, expert_ffn, shared_experts, first_dense_layers (of models with experts); gpus,
-tp, pp, dp; v (stages per rank); mbs, gbs; schedule; recompute (none, full, selective,
+of ``hardware=``); layers, hidden, heads, kv_heads, ffn, act, vocab, seq, tie; of models with
+experts ep, expert_tp, experts, experts_per_token, expert_ffn, shared_experts, first_dense_layers;
+gpus, tp, pp, dp; v (stages per rank); mbs, gbs; schedule; recompute (none, full, selective,
 selective-attention); sp; overlap; precision; grad_dtype; attention (as ``costs.attention``); units
 (per stage, ``5|6|5``); step_s; mem_gb, mem_what; express (``no`` with the missing feature in note);
 where; note. Columns that a file lacks are empty; some others (``_FEATURES``) name what cannot be
@@ -51,6 +51,7 @@ _KEYS = {
     "precision": "trainer.precision",
     "sp": "sequence_parallel",
     "ep": "ep",
+    "expert_tp": "expert_tp",
     "experts": "model.experts",
     "experts_per_token": "model.experts_per_token",
     "expert_ffn": "model.expert_ffn",

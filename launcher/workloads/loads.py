@@ -14,7 +14,7 @@ from launcher.workloads.model_share import ModelShape, PlannedShape, model_share
 from launcher.workloads.traced_shape import TracedShape
 from launcher.workloads.transformer_shape import TransformerShape
 from launcher.workloads.transformer_share import expert_part, padded_vocab
-from launcher.workloads.unit_kernels import computing_again, unit_works, update_products
+from launcher.workloads.unit_kernels import SORTING, computing_again, unit_works, update_products
 from strategies.costs.kernels import Attention, Work
 from strategies.costs.load import Load
 from strategies.errors import PlanError
@@ -176,13 +176,19 @@ def _sliced(shape: TransformerShape, load: Load, tp: int, size: int) -> Load:
     more = kept - load.expert_saved if load.expert_saved else 0
     stream = shape.sequence * shape.hidden * size
     ((work, count),) = load.works
-    router, wide, narrow, *others = work.products
+    wide, narrow = work.experts
     group = max(1, rows // moe.experts)
-    products = (
-        router,
+    experts = (
         wide._replace(rows=group, columns=wide.columns // tp),
         narrow._replace(rows=group, inner=inner),
-        *others,
+    )
+    # All choices of all tokens are sorted on each rank, instead of a share of them.
+    forward, backward = (n * (rows - rows // tp) * shape.hidden for n in SORTING)
+    work = replace(
+        work,
+        experts=experts,
+        forward_elements=work.forward_elements + forward,
+        backward_elements=work.backward_elements + backward,
     )
     return replace(
         load,
@@ -190,7 +196,7 @@ def _sliced(shape: TransformerShape, load: Load, tp: int, size: int) -> Load:
         expert_saved=load.expert_saved + more,
         forward_sums=(*load.forward_sums, stream),
         backward_sums=(*load.backward_sums, stream),
-        works=((replace(work, products=products), count),),
+        works=((work, count),),
     )
 
 
@@ -273,7 +279,9 @@ def _run_again(load: Load, *, ends: bool) -> Load:
     flops = load.forward_flops
     sums = load.forward_sums
     if ends:
-        products = [product for work, _ in load.works for product in work.products]
+        products = [
+            product for work, _ in load.works for product in (*work.products, *work.experts)
+        ]
         flops -= products[-1].flops if products else 0.0
         sums = sums[:-1]
     works = tuple((computing_again(w, FAMILIES, flops), n) for w, n in load.works)

@@ -82,7 +82,7 @@ def computing_again(work: Work, families: tuple[Family, ...], flops: float) -> W
     core = 0.0 if work.core is None else work.core.flops
     again_core = "attention" in families and 0 < core <= flops
     rest = flops - core if again_core else flops
-    products = sum(product.flops for product in work.products)
+    products = sum(product.flops for product in (*work.products, *work.experts))
     moves = "norm" in families or "activation" in families
     return replace(
         work,
@@ -217,6 +217,11 @@ def _mlp(cut: _Cut) -> Work:
     )
 
 
+# Elements that move per choice of an expert and element of its token, in a forward and a backward:
+# copied, sorted, and back, each read and written; then weighted and summed.
+SORTING = (9, 10)
+
+
 def _sparse(cut: _Cut, moe: MoeShape, tp: int) -> Work:
     """Router, sorting, experts in groups of the mean size, the weighted sum; the shared ones.
 
@@ -226,29 +231,28 @@ def _sparse(cut: _Cut, moe: MoeShape, tp: int) -> Work:
     rows, shared = cut.tokens * moe.per_token // tp, moe.shared * moe.ffn // tp
     group = max(1, rows // moe.experts)
     joined = moe.ffn * (2 if cut.gated else 1)
-    products = [
-        Product(cut.tokens, moe.experts, cut.hidden),
-        Product(group, joined, cut.hidden, batch=moe.experts),
-        Product(group, cut.hidden, moe.ffn, batch=moe.experts),
-    ]
+    products = [Product(cut.tokens, moe.experts, cut.hidden)]
     if shared:
         products += [
             Product(cut.tokens, shared * (2 if cut.gated else 1), cut.hidden),
             Product(cut.tokens, cut.hidden, shared),
         ]
-    # Copied once per choice, sorted, and back: each read and written; then weighted and summed.
-    moved = 6 * rows * cut.hidden + 3 * rows * cut.hidden
+    sorting, sorting_back = (n * rows * cut.hidden for n in SORTING)
     width = rows * moe.ffn + cut.tokens * shared
     scores = cut.tokens * moe.experts
-    forward += moved + (5 if cut.gated else 2) * width + 8 * scores
-    backward += moved + rows * cut.hidden + (8 if cut.gated else 3) * width + 8 * scores
+    forward += sorting + (5 if cut.gated else 2) * width + 8 * scores
+    backward += sorting_back + (8 if cut.gated else 3) * width + 8 * scores
     return Work(
         products=tuple(products),
+        experts=(
+            Product(group, joined, cut.hidden, batch=moe.experts),
+            Product(group, cut.hidden, moe.ffn, batch=moe.experts),
+        ),
         forward_elements=forward,
         backward_elements=backward,
         forward_kernels=30,
         backward_kernels=40,
-        weights=sum(product.columns * product.inner * product.batch for product in products),
+        weights=sum(product.columns * product.inner for product in products),
     )
 
 

@@ -17,8 +17,9 @@ come from, stand in its file under ``conf/hardware``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Literal, NamedTuple
 
 from strategies.costs.hardware import ElementSizes, Hardware, NumberFormat
@@ -72,18 +73,20 @@ class Work:
 
     Attributes:
         products: With weights, of a forward; a backward has two of each.
+        experts: The same of experts, as many at a time as a rank has of them (``batch``).
         core: Of the attention, where there is one.
         forward_elements: Read and written by all other kernels of a forward.
         backward_elements: The same of a backward.
         forward_kernels: How many those are.
         backward_kernels: The same of a backward.
-        weights: Parameters whose gradients a backward adds to their sums.
+        weights: Parameters whose gradients a backward adds to their sums, beside those of experts.
         again_core: Whether a backward computes the core again.
         again_elements: Of what else it computes again, and is no product.
         again_products: Share of the products that it computes again.
     """
 
     products: tuple[Product, ...] = ()
+    experts: tuple[Product, ...] = ()
     core: Core | None = None
     forward_elements: int = 0
     backward_elements: int = 0
@@ -93,6 +96,19 @@ class Work:
     again_core: bool = False
     again_elements: int = 0
     again_products: float = 0.0
+
+    def spread(self, ranks: int, imbalance: float) -> Work:
+        """Of the fullest of so many ranks that share out the experts.
+
+        Each has its part of them and of their gradients, and the tokens of all ranks for these.
+        """
+        if ranks == 1 or not self.experts:
+            return self
+        mine = tuple(
+            p._replace(rows=ceil(p.rows * ranks * imbalance), batch=max(1, p.batch // ranks))
+            for p in self.experts
+        )
+        return replace(self, experts=mine)
 
 
 class Seconds(NamedTuple):
@@ -110,9 +126,11 @@ def unit_seconds(
 ) -> Seconds:
     """Of a unit: by a card's multiprocessors, or where it says none, by FLOPs and bytes alone."""
     card = _Card(hardware, number_format, sizes.activation)
-    forward = sum(map(card.product, work.products))
-    inputs = sum(card.product(p._replace(columns=p.inner, inner=p.columns)) for p in work.products)
-    weights = sum(card.product(p._replace(rows=p.inner, inner=p.rows)) for p in work.products)
+    products = (*work.products, *work.experts)
+    forward = sum(map(card.product, products))
+    inputs = sum(card.product(p._replace(columns=p.inner, inner=p.columns)) for p in products)
+    weights = sum(card.product(p._replace(rows=p.inner, inner=p.rows)) for p in products)
+    summing = work.weights + sum(p.columns * p.inner * p.batch for p in work.experts)
     core, core_back = (0.0, 0.0) if work.core is None else card.core(work.core)
     # Mixed precision reads the weights and writes them in the smaller type.
     cast = sizes.weight + sizes.activation if sizes.weight > sizes.activation else 0
@@ -125,9 +143,9 @@ def unit_seconds(
         forward
         + core
         + card.moving(work.forward_elements, work.forward_kernels)
-        + work.weights * cast / card.bandwidth,
+        + summing * cast / card.bandwidth,
         inputs + core_back + card.moving(work.backward_elements, work.backward_kernels),
-        weights + work.weights * summed / card.bandwidth,
+        weights + summing * summed / card.bandwidth,
         card.moving(work.again_elements, 0)
         + work.again_products * forward
         + (core if work.again_core else 0.0),

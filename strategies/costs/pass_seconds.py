@@ -130,7 +130,12 @@ class StageTimes:
             return Seconds(self._forward(load), *backward, self._computing(load.again_flops))
         waiting = 1.0 + hardware.lockstep_loss if self.tp > 1 else 1.0
         found = [
-            (unit_seconds(work, hardware, self.sizes, self.number_format), number * waiting)
+            (
+                unit_seconds(
+                    work.spread(self.ep, self.imbalance), hardware, self.sizes, self.number_format
+                ),
+                number * waiting,
+            )
             for work, number in load.works
         ]
         forward, inputs, weights, again = (
@@ -157,7 +162,9 @@ class StageTimes:
     def _waiting(self, load: Load) -> float:
         """What the rank with most tokens takes longer than the mean, in each third of a step."""
         extra = self.imbalance - 1.0 if self.ep > 1 else 0.0
-        return self._computing(load.expert_flops * extra) if extra else 0.0
+        if not extra or by_kernels(self.hardware, load):  # whose experts have its rows
+            return 0.0
+        return self._computing(load.expert_flops * extra)
 
     def _exchange(self, sizes: Sequence[int]) -> float:
         """Tokens to experts and back, layer by layer; gradients take the same paths.

@@ -315,7 +315,12 @@ def test_experts_are_a_part_of_their_layers_and_tensor_ranks_share_their_tokens(
     assert sliced.saved_elements - shared[sparse].saved_elements == rows * shape.hidden // 2
     assert sliced.forward_sums == (*shared[sparse].forward_sums, stream)
     ((work, _),), ((other, _),) = sliced.works, shared[sparse].works
-    assert sum(p.flops for p in work.products) == sum(p.flops for p in other.products)
+    assert work.products == other.products
+    assert sum(p.flops for p in work.experts) == sum(p.flops for p in other.experts)
+    # All choices are sorted on each rank, half of their gradients added up there.
+    assert work.forward_elements - other.forward_elements == 9 * rows * shape.hidden // 2
+    held = [sum(p.columns * p.inner * p.batch for p in each.experts) for each in (work, other)]
+    assert held[0] == held[1] / 2
 
 
 NODE = Hardware("node", 1e12, 0.5, 8.0, 1e11, 1e10, 1e-6, 1e9, 1e-5, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +11,8 @@ from launcher.compose.session import compose_checked, hydra_session, search_path
 from launcher.resolve import resolve
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.unit_kernels import unit_works
+from strategies.costs.analytic import AnalyticCosts
+from strategies.costs.hardware import ElementSizes
 from strategies.costs.kernels import Work
 from strategies.simulator.engine import simulate
 from tests.launcher.workloads.hf.test_hf_shape import CASES
@@ -18,7 +21,8 @@ from tests.tiny_models import shape_of, write_model
 
 
 def flops(work: Work) -> float:
-    return sum(p.flops for p in work.products) + (work.core.flops if work.core else 0.0)
+    products = (*work.products, *work.experts)
+    return sum(p.flops for p in products) + (work.core.flops if work.core else 0.0)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -40,8 +44,39 @@ def test_experts_count_by_the_tokens_that_they_get():
             ((work, _),) = load.works
             assert flops(work) == pytest.approx(load.forward_flops, rel=1e-4)
     dense, sparse = (loads[index].works[0][0] for index in (2, 4))
-    assert sparse.weights > 7 * dense.weights
+    weights = sparse.weights + sum(p.columns * p.inner * p.batch for p in sparse.experts)
+    assert weights > 7 * dense.weights
     assert flops(sparse) < 1.1 * flops(dense)
+
+
+FREE = {
+    "intra_bandwidth": 1e30, "inter_bandwidth": 1e30, "ring_bandwidth": 1e30,
+    "intra_latency_s": 0.0, "inter_latency_s": 0.0, "ring_latency_s": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "expert_tp"), [(1, False), (2, False), (2, True)])
+def test_with_free_links_experts_on_more_ranks_take_less(tp, expert_tp):
+    """Each rank was said to compute all experts, in products of few rows, whatever ep."""
+    with hydra_session():
+        card = compose_checked([*search_path(None), "hardware=h100", "mode=plan"])[0].hardware
+    # 64 rows of each expert, which are no whole tile.
+    shape = replace(preset("mixtral_8x7b"), layers=1, sequence=256)
+    (load,) = (n for n in unit_loads(shape, tp, 1, expert_tp=expert_tp) if n.experts)
+    sizes = ElementSizes(weight=2, activation=2, main=4)
+    costs = AnalyticCosts(
+        (load,), replace(card, **FREE), dp=8, tp=tp, sizes=sizes, number_format="bf16",
+        expert_tp=expert_tp,
+    )  # fmt: skip
+    spread = [replace(costs, ep=ep) for ep in (1, 2, 4, 8)]
+    for fewer, more in pairwise(spread):
+        took, takes = fewer.passes.of(load), more.passes.of(load)
+        assert all(after < before for before, after in zip(took, takes, strict=True))
+        assert more.held(load) < fewer.held(load)
+        # The fullest rank computes more; its weights are those of all.
+        fullest = replace(more, imbalance=1.5)
+        assert all(a < b for a, b in zip(takes, fullest.passes.of(load), strict=True))
+        assert fullest.held(load) == more.held(load)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2 with dropout"])
