@@ -492,7 +492,7 @@ def _profiled(
 def _analytic(config: LaunchConfig, dp: int, loads: tuple[Load, ...]) -> AnalyticCosts:
     return AnalyticCosts(
         loads,
-        config.hardware,
+        config.hardware.of_ranks(config.pp * dp * config.tp),
         dp=dp,
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from launcher.planning.question import Question, with_memory
+from launcher.planning.question import Question, with_gpus, with_memory
 from strategies.errors import PlanError
 from strategies.planner.layout_search import Answer, search
 from strategies.planner.problem import Candidate, Layout
@@ -131,7 +131,7 @@ def _more_gpus(asked: Question) -> str | None:
     count = asked.space.num_gpus
     for _ in range(_MOST_DOUBLINGS):
         count *= 2
-        if _fits(replace(asked, space=replace(asked.space, num_gpus=count))):
+        if _fits(with_gpus(asked, count)):
             return f"planner.num_gpus={count}"
     return None
 
@@ -182,7 +182,7 @@ def _experts(asked: Question, left: list[tuple[int, int]]) -> str:
 
 def _degrees(asked: Question) -> str:
     space, problem = asked.space, asked.problem
-    node = problem.machine.hardware.gpus_per_node
+    node = asked.config.hardware.gpus_per_node
     text = (
         f"{space.num_gpus} GPUs are no product of degrees{_pins(asked)}: tp is at most "
         f"{node} (hardware.gpus_per_node), pp at most {problem.num_units} (the units of the model)."

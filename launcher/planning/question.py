@@ -81,11 +81,14 @@ def question(
     shape: PlannedShape = traced or _known_shape(config)
     if traced is not None:
         _check_traced(config, frozenset(pinned), traced)
+    pins = frozenset(pinned)
+    space = _space(config, pins, shape)
     memory_gb = config.planner.memory_gb or config.hardware.memory_gb
+    hardware = replace(config.hardware.of_ranks(space.num_gpus), memory_gb=memory_gb)
     late = config.trainer.post_validation is True
     machine = Machine(
         # What recompute=optimal and the group of foldx fill is the planner's limit.
-        hardware=replace(config.hardware, memory_gb=memory_gb),
+        hardware=hardware,
         sizes=element_sizes(config),
         optimizer_elements=MOMENTS[config.optimizer.name],
         bucket_mb=config.overlap.bucket_mb,
@@ -127,8 +130,6 @@ def question(
     if config.expert_tp:
         check_expert_tp(shape, config.tp)
     graph = None if traced is None else traced.graph
-    pins = frozenset(pinned)
-    space = _space(config, pins, shape)
     if config.expert_tp:
         cut = config.sequence_parallel
         check(Plan(), Options(tp=space.tp or 2, expert_tp=True, sequence_parallel=cut))
@@ -293,6 +294,14 @@ def with_memory(asked: Question, memory_gb: float) -> Question:
     before = asked.problem.machine
     machine = replace(before, hardware=replace(before.hardware, memory_gb=memory_gb))
     return replace(asked, problem=replace(asked.problem, machine=machine))
+
+
+def with_gpus(asked: Question, num_gpus: int) -> Question:
+    before = asked.problem.machine
+    node = asked.config.hardware.of_ranks(num_gpus).gpus_per_node
+    machine = replace(before, hardware=replace(before.hardware, gpus_per_node=node))
+    problem = replace(asked.problem, machine=machine)
+    return replace(asked, problem=problem, space=replace(asked.space, num_gpus=num_gpus))
 
 
 # Whether a plan's times stand on a measurement, in words.

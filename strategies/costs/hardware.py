@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from strategies.errors import CostError
 
@@ -84,6 +84,12 @@ class Hardware:
     communicator_gb: float = 0.0
     allocator_loss: float = 0.0
 
+    def of_ranks(self, num_ranks: int) -> Self:
+        """The same for so many ranks in all: those that fit on one node are on one."""
+        if num_ranks >= self.gpus_per_node:
+            return self
+        return replace(self, gpus_per_node=num_ranks)
+
     def named_peaks(self) -> dict[NumberFormat, float]:
         """Number formats with a peak of their own."""
         known: tuple[tuple[NumberFormat, float | None], ...] = (
@@ -160,15 +166,19 @@ class ElementSizes:
 # --------------------------------------------------------------------------------------------------
 # Time of a reduce-scatter or an all-gather; each is half an all-reduce.
 #
-# On one node a ring: (n-1)/n of the bytes, and n-1 steps. On several, GPUs do it in two levels: the
-# members of a node share first, over the node's own links, then each works with its fellows on the
-# other nodes, over its own network interface, on its part. Between nodes the ring has as many steps
+# On one node a ring: (n-1)/n of the bytes, and n-1 steps; on GPUs, which a switch connects, small
+# tensors take as many steps as the logarithm, and all bytes. (NCCL's model of itself,
+# src/graph/tuning.cc, still has n-1 steps for these, each a sixth as long: less than here.)
+#
+# On several nodes GPUs do it in two levels: the members of a node share first, over the node's own
+# links, then each works with its fellows on the other nodes, over its own network interface, on its
+# part; the node with fewest members has as few interfaces. Between nodes the ring has as many steps
 # as nodes; a tree has as many as their logarithm, and moves all bytes instead of (n-1)/n of them:
 # libraries choose by size. Machines that are no GPUs have one interface for all, and a flat ring.
 #
 # Tokens of experts go from everybody to everybody, which is no ring.
 class Group(NamedTuple):
-    """Ranks that share: on how many nodes, and how many of them on the fullest.
+    """Ranks that share: on how many nodes, and how many on the fullest and on the emptiest.
 
     ``slowest`` is the (bandwidth, latency) that a flat ring over all of them is held to.
     """
@@ -176,6 +186,7 @@ class Group(NamedTuple):
     num_ranks: int
     num_nodes: int
     per_node: int
+    fewest: int
     slowest: tuple[float, float]
 
 
@@ -186,25 +197,32 @@ def replicas(hardware: Hardware, owners: tuple[int, ...], dp: int, tp: int) -> G
     return _group(hardware, members)
 
 
-@lru_cache(maxsize=1024)
 def sharers(hardware: Hardware, tp: int) -> Group:
-    """Ranks that share the matrices of a stage: neighbours."""
-    return _group(hardware, list(range(tp)))
+    """Ranks that share the matrices of a stage: neighbours.
+
+    Where they divide no node evenly, those that lie on two count: all others wait for them.
+    """
+    return exchangers(hardware, tp)
 
 
 def reduce_scatter_seconds(hardware: Hardware, group: Group, num_bytes: float) -> float:
     """Seconds of a reduce-scatter, or an all-gather, of a tensor of so many bytes."""
-    ranks, nodes, per_node, slowest = group
+    ranks, nodes, per_node, fewest, slowest = group
     if ranks < 2:
         return 0.0
-    bandwidth, latency = slowest
-    if nodes == 1 or hardware.num_sms is None:
+    if hardware.num_sms is None:
+        bandwidth, latency = slowest
         return (ranks - 1) / ranks * num_bytes / bandwidth + (ranks - 1) * latency
     inside = 0.0
     if per_node > 1:
         bandwidth, latency = hardware.ring(0, 1)
-        inside = (per_node - 1) / per_node * num_bytes / bandwidth + (per_node - 1) * latency
-    part = num_bytes / per_node / hardware.inter_bandwidth
+        inside = min(
+            (per_node - 1) / per_node * num_bytes / bandwidth + (per_node - 1) * latency,
+            num_bytes / bandwidth + ceil(log2(per_node)) * latency,
+        )
+    if nodes == 1:
+        return inside
+    part = num_bytes / fewest / hardware.inter_bandwidth
     ring = (nodes - 1) / nodes * part + (nodes - 1) * hardware.inter_latency_s
     tree = part + ceil(log2(nodes)) * hardware.inter_latency_s
     return inside + min(ring, tree)
@@ -221,7 +239,7 @@ def exchangers(hardware: Hardware, ep: int, apart: int = 1) -> Group:
         _group(hardware, list(range(first, first + size, apart)))
         for first in range(0, size * hardware.gpus_per_node, size)
     ]
-    return max(blocks, key=lambda group: (group.num_nodes, -group.per_node))
+    return max(blocks, key=lambda group: (group.num_nodes, -group.fewest))
 
 
 @lru_cache(maxsize=8192)
@@ -238,7 +256,7 @@ def all_to_all(hardware: Hardware, group: Group, num_bytes: float) -> float:
     GPUs send to all others at one time, those of their node over its links and the rest over their
     own network interface; machines that are no GPUs have one interface, and send in turn.
     """
-    ranks, nodes, per_node, slowest = group
+    ranks, nodes, per_node, fewest, slowest = group
     if ranks < 2:
         return 0.0
     part = num_bytes / ranks
@@ -249,7 +267,7 @@ def all_to_all(hardware: Hardware, group: Group, num_bytes: float) -> float:
     inside = (per_node - 1) * part / bandwidth + latency if per_node > 1 else 0.0
     if nodes == 1:
         return inside
-    away = (ranks - per_node) * part / hardware.inter_bandwidth + hardware.inter_latency_s
+    away = (ranks - fewest) * part / hardware.inter_bandwidth + hardware.inter_latency_s
     return max(inside, away)
 
 
@@ -261,4 +279,5 @@ def _group(hardware: Hardware, members: list[int]) -> Group:
     pairs = zip(members, members[1:] + members[:1], strict=True)
     links = {hardware.ring(first, second) for first, second in pairs}
     slowest = min(link[0] for link in links), max(link[1] for link in links)
-    return Group(len(members), len(nodes), max(nodes.values()), slowest)
+    fullest, emptiest = max(nodes.values()), min(nodes.values())
+    return Group(len(members), len(nodes), fullest, emptiest, slowest)

@@ -104,8 +104,10 @@ class Space:
 
 def degrees(space: Space, problem: Problem) -> Iterator[tuple[int, int, int]]:
     """All (tp, pp, dp) that multiply to the number of GPUs, whatever model and batch say."""
-    most_tp = min(space.num_gpus, problem.machine.hardware.gpus_per_node)
-    for tp in (n for n in range(1, most_tp + 1) if space.num_gpus % n == 0):
+    node = problem.machine.hardware.gpus_per_node
+    for tp in (n for n in range(1, min(space.num_gpus, node) + 1) if space.num_gpus % n == 0):
+        if node % tp and space.level == "O2" and space.tp is None:
+            continue  # Some of these ranks would be on two nodes.
         shares = problem.machine.sequence_parallel or problem.expert_tp
         if space.tp not in (None, tp) or (shares and tp == 1):
             continue

@@ -54,7 +54,8 @@ def test_a_rank_holds_and_reduces_its_share_of_the_experts():
     assert alone.state_bytes[0] == 4 * 100
     assert spread.state_bytes[0] == 4 * (20 + 80 // 4)
     # Nobody else has the same experts: 20 of 100 parameters are reduced.
-    saved = 2 * 3 / 4 * 80 / GPU.intra_bandwidth
+    # Tensors this small move whole, in fewer steps.
+    saved = 2 * 80 / GPU.intra_bandwidth
     assert alone.reduce[0][0] - spread.reduce[0][0] == pytest.approx(saved)
 
 

@@ -58,6 +58,27 @@ def test_tensor_parallel_ranks_may_be_on_several_nodes():
     )
 
 
+def test_sharers_that_divide_no_node_evenly_wait_for_those_on_two():
+    """The first three ranks of a node of four were taken for all: no sum left a node."""
+    group = sharers(GPUS, 3)
+    assert (group.num_nodes, group.per_node, group.fewest) == (2, 2, 1)  # ranks 3, 4, 5
+    # Within a node half; the rank that is alone on its node brings all of the tensor there.
+    took = reduce_scatter_seconds(GPUS, group, 80)
+    assert took == (1 / 2 * 80 / 8 + 0.25) + (1 / 2 * 80 / 2 + 1)
+    # Where there are no more ranks than a node has, none is elsewhere.
+    assert sharers(GPUS.of_ranks(3), 3).num_nodes == 1
+
+
+@pytest.mark.parametrize("num_bytes", [1.0, 8.0, 80.0, 8e6])
+def test_one_node_is_never_slower_than_two(num_bytes):
+    """Seven steps in a node took longer than three, one to the other node: small sums of tp=8."""
+    eight = replace(GPUS, gpus_per_node=8)
+    took = [reduce_scatter_seconds(each, sharers(each, 8), num_bytes) for each in (eight, GPUS)]
+    assert took[0] < took[1]
+    # Three steps of a tree for what is small.
+    assert num_bytes > 1 or took[0] == 1 / 8 + 3 * 0.25
+
+
 def test_two_owners_of_a_stage_are_one_group():
     assert replicas(GPUS, (0, 1), 2, 1)[:3] == (4, 1, 4)
     assert replicas(GPUS, (0, 2), 2, 1)[:3] == (4, 2, 2)
