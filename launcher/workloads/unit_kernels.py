@@ -88,8 +88,8 @@ def computing_again(work: Work, families: tuple[Family, ...], flops: float) -> W
         work,
         again_core=again_core,
         again_products=min(1.0, max(0.0, rest / products)) if products else 0.0,
-        # Of these the residual sum alone is not needed again.
-        again_elements=work.forward_elements // 2 if moves else 0,
+        # Of these the residual sum alone is not needed again, and the loss.
+        again_elements=(work.forward_elements - work.loss_elements) // 2 if moves else 0,
     )
 
 
@@ -262,6 +262,7 @@ def _head(cut: _Cut) -> Work:
     return Work(
         products=(Product(cut.tokens, cut.ids, cut.hidden),),
         forward_elements=2 * cut.stream + 6 * logits,
+        loss_elements=6 * logits,
         backward_elements=5 * cut.stream + 5 * logits,
         forward_kernels=6,
         backward_kernels=6,

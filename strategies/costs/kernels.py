@@ -76,6 +76,7 @@ class Work:
         experts: The same of experts, as many at a time as a rank has of them (``batch``).
         core: Of the attention, where there is one.
         forward_elements: Read and written by all other kernels of a forward.
+        loss_elements: Of them those of a loss, which is no layer.
         backward_elements: The same of a backward.
         forward_kernels: How many those are.
         backward_kernels: The same of a backward.
@@ -89,6 +90,7 @@ class Work:
     experts: tuple[Product, ...] = ()
     core: Core | None = None
     forward_elements: int = 0
+    loss_elements: int = 0
     backward_elements: int = 0
     forward_kernels: int = 0
     backward_kernels: int = 0

@@ -141,6 +141,15 @@ def test_what_is_computed_again_takes_part_of_a_forward(families):
     assert again.forward == plain.forward
 
 
+def test_a_loss_is_not_computed_again():
+    """Half of the loss was charged to selective recomputation, which runs layers again."""
+    shape = replace(preset("gpt3_1_6b"), layers=1, vocab=200_000)
+    *_, head = unit_loads(shape, 1, 1, selective=True)
+    ((work, _),) = head.works
+    assert work.again_elements == shape.sequence * shape.hidden  # of the norm
+    assert work.forward_elements > 6 * shape.sequence * shape.vocab
+
+
 def test_larger_microbatches_take_less_per_sequence():
     one, four = predicted(), predicted("data.microbatch_size=4")
     assert four.forward[0] < 4 * one.forward[0]
