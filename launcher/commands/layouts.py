@@ -54,6 +54,7 @@ from launcher.workloads.traced_shape import TracedShape
 from strategies.compiler import no_collection
 from strategies.planner.layout_search import Answer, search
 from strategies.planner.problem import Layout
+from strategies.planner.space import leaves_made_out
 
 if TYPE_CHECKING:
     from launcher.planning.tensor_plan import TensorPlan
@@ -112,6 +113,9 @@ def _answer(config: LaunchConfig, run_dir: Path) -> int:
     found = mapping["rejected"]
     assert isinstance(found, dict)
     say(refused(found))
+    left_out = leaves_made_out(asked.space, first.outcome.candidate.layout)
+    if left_out is not None:
+        say(left_out)
     if exported:
         say(exported)
     _say_end(config, asked, answer, first, run_dir)

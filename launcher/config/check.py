@@ -381,6 +381,19 @@ EXPLAINED = (
     "tp", "pp", "dp", "num_microbatches", "microbatch_size", "schedule", "stages_per_rank",
     "group", "overlap", "recompute", "ep",
 )  # fmt: skip
+# And those as plans print them.
+_PRINTED = ("data.microbatch_size", "schedule.stages_per_rank", "schedule.group")
+
+
+def explained_name(key: str) -> str:
+    """Without its group.
+
+    >>> explained_name("data.microbatch_size"), explained_name("model.tp")
+    ('microbatch_size', 'model.tp')
+    """
+    return key.rpartition(".")[2] if key in _PRINTED else key
+
+
 _AUTO_MODES = ("train", "simulate", "validate")
 
 
@@ -426,7 +439,7 @@ def _check_planner(config: LaunchConfig) -> None:
         )
     for word in planner.explain:
         name, _, value = word.replace(":", "=", 1).partition("=")
-        if name not in EXPLAINED or not value:
+        if explained_name(name) not in EXPLAINED or not value:
             raise PlanError(
                 f"planner.explain={shorten(list(planner.explain))}: {shorten(word)} fixes nothing "
                 f"that is planned. Names: {', '.join(EXPLAINED)}. Try planner.explain=[tp=4,pp=8]."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import LaunchConfig, PlannerConfig
+from launcher.config.check import explained_name
 from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
@@ -289,6 +290,7 @@ _NUMBERS = {
 def pinned_space(space: Space, entries: Sequence[str]) -> Space:
     for entry in entries:
         name, _, value = entry.replace(":", "=", 1).partition("=")
+        name = explained_name(name)
         if name in _NUMBERS:
             if not value.isdigit() or int(value) < 1:
                 raise PlanError(

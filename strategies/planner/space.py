@@ -23,7 +23,7 @@ _COMMON = (
 _LEAN = ("v_half", "v_min")
 # Orders that are made for given costs are themselves searched for, in seconds where they are long,
 # and gain little there: O2 leaves out those with more forwards than this.
-_LONGEST_MADE = 512
+_LONGEST_MADE = 1024
 # Nor does it look for two weight copies, or more stages per rank than four, in longer ones than
 # this: of those there are many, and the others are looked at for all of them.
 _LONGEST = 4096
@@ -206,6 +206,22 @@ def _orders(space: Space, num_units: int, layout: Layout, mario: bool) -> tuple[
                 if _possible(space, num_units, schedule, layout, stages, group):
                     found.append(Order(name, stages, group))
     return tuple(found)
+
+
+def leaves_made_out(space: Space, layout: Layout) -> str | None:
+    """Which orders that are made for given costs were not tried for a layout, and why."""
+    if space.level != "O2" or space.schedule is not None or layout.pp == 1:
+        return None
+    length = layout.pp * layout.num_microbatches
+    made = [name for name in _COMMON if find_schedule(name).cost_aware]
+    names = [n for n in made if length * find_schedule(n).stages_per_rank > _LONGEST_MADE]
+    if not names:
+        return None
+    return (
+        f"not tried for plan 1: {', '.join(names)}, made for their costs, of more than "
+        f"{_LONGEST_MADE:,} forwards (pp x microbatches x stages per rank). "
+        f"Try planner.level=O3, or schedule={names[-1]}"
+    )
 
 
 def _may_be_late(space: Space, schedule: Schedule, layout: Layout) -> bool:

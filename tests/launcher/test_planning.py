@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from launcher.config import LaunchConfig
 from launcher.config.decode import from_dict
 from launcher.planning.no_plan import refuse
 from launcher.planning.question import Question, question
-from launcher.planning.report import candidate_config, candidate_words
+from launcher.planning.report import candidate_config, candidate_words, pinned_space
 from launcher.resolve import resolve
 from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
 from strategies.planner.layout_search import search
+from strategies.planner.problem import Layout
+from strategies.planner.space import Space, leaves_made_out
 from strategies.simulator.engine import simulate
 from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import MODEL, launch
@@ -93,6 +96,13 @@ def test_a_listed_plan_is_what_its_run_predicts(pinned):
             assert "pp=4" in words or values.get("schedule")
 
 
+def test_keys_to_explain_may_be_spelt_as_a_plan_prints_them():
+    space = pinned_space(
+        Space(8, 32), ["data.microbatch_size=16", "schedule.stages_per_rank=2", "tp:4"]
+    )
+    assert (space.microbatch_size, space.stages_per_rank, space.tp) == (16, 2, 4)
+
+
 def test_a_layout_without_an_exchange_of_tokens_is_planned_without_it():
     config, asked = small(overlap={"exchange": True})
     for plan in search(asked.problem, asked.space, top_k=2).plans:
@@ -162,6 +172,7 @@ def test_batches_that_contradict_each_other_are_refused():
         (["planner.num_gpus=4"], "Try plan=auto, or mode=plan."),
         (["plan=auto", "mode=generate"], "mode=generate runs a checkpoint"),
         (["mode=plan", "planner.explain=[widht=3]"], "widht=3 fixes nothing that is planned"),
+        (["mode=plan", "planner.explain=[model.tp=3]"], "model.tp=3 fixes nothing"),
         (["plan=auto", "planner.explain=[tp=2]"], "is an answer of mode=plan"),
         (
             ["schedule.units_per_stage=[14]", "schedule.layers_per_stage=[6]"],
@@ -268,3 +279,17 @@ def test_what_no_layout_schedule_or_mode_takes_is_refused(words, told, tmp_path)
     assert (done.code, done.output) == (2, "")
     assert done.errors.count("error: ") == 1
     assert told in done.errors
+
+
+def test_a_plan_says_that_zero_bubble_was_too_long_to_be_tried():
+    short, long = Layout(1, 8, 1, 1, 64), Layout(1, 16, 1, 1, 64)
+    assert leaves_made_out(Space(16, 64), short) is None
+    said = leaves_made_out(Space(16, 64), long)
+    assert said == (
+        "not tried for plan 1: zb_v, made for their costs, of more than 1,024 forwards "
+        "(pp x microbatches x stages per rank). Try planner.level=O3, or schedule=zb_v"
+    )
+    assert leaves_made_out(Space(16, 64, level="O3"), long) is None
+    assert leaves_made_out(Space(16, 64, schedule="1f1b"), long) is None
+    # Of one stage per rank there are half as many.
+    assert "zb_h1" in leaves_made_out(Space(16, 128), replace(long, num_microbatches=128))
