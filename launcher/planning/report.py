@@ -21,7 +21,7 @@ from launcher.report.predicted import asked_mapping, peak_mapping, predict, run_
 from launcher.report.summary import format_duration, format_percent
 from launcher.report.typed_command import paste, typed_words
 from launcher.resolve import Run, resolve, stage_layers
-from launcher.workloads.model_share import PlannedShape, model_costs, model_units
+from launcher.workloads.model_share import PlannedShape, model_costs, model_flops
 from launcher.workloads.traced_shape import TracedShape
 from strategies.analysis.metrics import Metrics
 from strategies.analysis.timeline import Timeline
@@ -132,7 +132,6 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
         walked = structure(asked.problem, lists_plan(group, candidate.order))
         idle = idle_share(walked, group.table, makespan)
     step, tokens = outcome.step_time_s, asked.shape.sequence
-    flops = sum(unit.forward_flops for unit in model_units(asked.shape))
     peak = asked.space.num_gpus * run_peak(config)
     return ListedPlan(
         outcome,
@@ -148,7 +147,7 @@ def _listed(config: LaunchConfig, asked: Question, outcome: Outcome) -> ListedPl
         step,
         samples_per_s=batch / step,
         tokens_per_s=batch * tokens / step if tokens > 1 else None,
-        mfu=3 * flops * batch / (step * peak),
+        mfu=3 * model_flops(asked.shape) * batch / (step * peak),
     )
 
 

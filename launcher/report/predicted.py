@@ -16,7 +16,7 @@ from launcher.report.result import metrics_mapping, recompute_mapping, versions,
 from launcher.report.rows import KIND_NAMES, TimelineData, held_over_time, timeline_rows, zeroed
 from launcher.report.summary import format_duration, format_percent
 from launcher.resolve import Run, rank_capacity
-from launcher.workloads.model_share import model_units
+from launcher.workloads.model_share import model_flops
 from strategies.analysis.memory import RankMemory, peak_memory
 from strategies.analysis.metrics import Metrics, measure
 from strategies.analysis.timeline import Event, Timeline
@@ -319,8 +319,9 @@ def with_memory(panels: Sequence[Panel], run: Run) -> list[Panel]:
 # Model FLOPs of a training step, and what share of the hardware's peak they are (MFU).
 #
 # What the model itself asks for, whatever a run does on top: matrix products of the forward and
-# twice as many in the backward, attention scores over the whole sequence, no recomputation, no
-# padding (Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, appendix B).
+# twice as many in the backward, no recomputation, no padding (Chowdhery et al., 2022,
+# https://arxiv.org/abs/2204.02311, appendix B). Of the scores of an attention those that a causal
+# mask leaves: with all of them, as that paper counts, long sequences reach more than 1.
 
 
 def step_flops(run: Run) -> int | None:
@@ -330,9 +331,8 @@ def step_flops(run: Run) -> int | None:
     """
     if run.own_model:
         return None
-    forward = sum(unit.forward_flops for unit in model_units(run.shape))
     sequences = run.batch_size * run.dp * run.config.trainer.accumulate_grad_batches
-    return 3 * forward * sequences
+    return 3 * model_flops(run.shape) * sequences
 
 
 def ideal_step_s(run: Run) -> float | None:

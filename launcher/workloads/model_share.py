@@ -108,6 +108,22 @@ def model_units(shape: PlannedShape) -> tuple[UnitSpec, ...]:
     return unit_specs(shape) if isinstance(shape, TransformerShape) else shape.unit_specs()
 
 
+def model_flops(shape: PlannedShape) -> int:
+    """Of a forward of one sequence, without the scores that a causal mask hides: half of them.
+
+    Of a traced model nobody knows which products are scores: all of them count.
+    """
+    flops = sum(unit.forward_flops for unit in model_units(shape))
+    if isinstance(shape, TracedShape):
+        return flops
+    if isinstance(shape, HfShape):
+        assert shape.sizes is not None
+        width = shape.sizes.heads * shape.sizes.head_size
+    else:
+        width = shape.heads * shape.head_size
+    return flops - shape.layers * 2 * shape.sequence**2 * width
+
+
 def model_costs(shape: PlannedShape) -> tuple[float, ...]:
     """Relative forward cost of each unit, > 0; see ``transformer_shape.unit_costs``."""
     return tuple(float(max(u.forward_flops, u.output_elements)) for u in model_units(shape))

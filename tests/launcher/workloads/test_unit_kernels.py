@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from launcher.compose.session import compose_checked, hydra_session, search_path
+from launcher.report.predicted import ideal_step_s
 from launcher.resolve import resolve
 from launcher.workloads.loads import unit_loads
 from launcher.workloads.unit_kernels import unit_works
@@ -187,3 +188,21 @@ def test_memory_that_mario_frees_pays_as_a_microbatch_of_two(model):
     card = ("hardware=v100_32g", "trainer.precision=16-mixed", "recompute=mario", f"model={model}")
     one, two = (throughput(*card, f"data.microbatch_size={size}") for size in (1, 2))
     assert two > one
+
+
+@pytest.mark.parametrize("sequence", [2048, 131_072, 1 << 20])
+def test_no_utilisation_is_above_one(sequence):
+    """Scores that the mask hides counted as FLOPs and took no time: 1.6 of the peak."""
+    with hydra_session():
+        given = ["mode=simulate", "model=llama2_7b", "hardware=h100", f"model.sequence={sequence}",
+                 "trainer.precision=bf16-true", "num_microbatches=1"]  # fmt: skip
+        run = resolve(compose_checked([*search_path(None), *given])[0])
+    ideal = ideal_step_s(replace(run, config=full_speed(run.config)))
+    fast = replace(run.costs, hardware=full_speed(run.config).hardware)
+    assert ideal < simulate(run.programs.train, fast).makespan
+
+
+def full_speed(config):
+    """Kernels that reach the peak."""
+    card = replace(config.hardware, efficiency=1.0, attention_efficiency=1.0)
+    return replace(config, hardware=card)
