@@ -26,6 +26,7 @@ from torch.distributed.tensor._decompositions import DecompShardingStrategy
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 
+from strategies.models.tensor_parallel import share_operations  # noqa: F401 -- registers its rules
 from strategies.models.tensor_parallel.share_parts import parts_after_view
 from strategies.planner.shardings.operators import WHOLE, Choice, Message
 

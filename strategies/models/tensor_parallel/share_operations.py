@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor.experimental import register_sharding
 from torch.nn import functional
 
 from strategies.models.replay.hole import Function
@@ -245,6 +246,16 @@ WHOLE: frozenset[Any] = frozenset(
         functional.pad,
     }
 )
+
+
+@register_sharding(
+    [torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default,
+     torch.ops.aten.logcumsumexp.default]
+)  # fmt: skip
+def _scan(value: Any, dim: int, **_: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """Along any other dimension; DTensor's rule takes a negative one for another, and is wrong."""
+    cuts = [Cut(place) for place in range(value.ndim) if place != dim % value.ndim]
+    return [([placement], [placement, None]) for placement in (Replicate(), *cuts)]
 
 
 def any_share(items: Any) -> bool:

@@ -12,6 +12,7 @@ from strategies.errors import ModelError
 from strategies.planner.shardings.plan_rows import Planner
 from strategies.planner.shardings.prices import Prices
 from strategies.sharding_plan import ShardingPlan, matches
+from strategies.tracing.operator_shardings import Shardings
 from strategies.tracing.operator_trace import trace_operators
 from strategies.tracing.trace import empty_weights
 
@@ -354,3 +355,15 @@ def test_weights_that_a_module_uses_by_itself_stay_whole_with_their_price():
     words = f"look uses {size / 1e6:.3g} MB of weights by itself: every rank has them whole and "
     assert attention.startswith(words)
     assert all(float(told.rpartition(", ")[2].removesuffix(" us")) > 0 for told in plan.reasons)
+
+
+@pytest.mark.parametrize("dim", [-1, 2])
+@pytest.mark.parametrize("scan", [torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default])
+def test_a_running_sum_is_taken_of_shares_along_other_dimensions_alone(scan, dim):
+    x = torch.empty(4, 6, 8, device="meta")
+    free = [(x, ["R", "S1", "S2"])]
+    choices = Shardings(2).choices(scan, (x, dim), {}, free, [scan(x, dim)], lambda tensor: False)
+    assert [(choice.inputs, choice.outputs) for choice in choices] == [
+        (("R",), ("R",)),
+        (("S1",), ("S1",)),
+    ]
