@@ -42,7 +42,8 @@ def _dropout(
 def _mask(values: WholeShapeValues, share: DTensor, p: float) -> Tensor:
     """This rank's share of what dropout on the whole value would multiply with."""
     local = share.to_local()
-    ones = torch.ones(share.shape, dtype=local.dtype, device=local.device)
+    like = torch.empty_strided(share.shape, share.stride(), dtype=local.dtype, device="meta")
+    ones = torch.ones_like(like, device=local.device)  # Numbers are drawn in order of the memory.
     mask = values._known(functional.dropout(ones, p, training=True))
     assert isinstance(mask, DTensor)
     return mask.redistribute(placements=share.placements)
@@ -83,6 +84,8 @@ def _attention(
         place = dim - query.dim() + attn_mask.dim()
         if place >= 0 and attn_mask.shape[place] > 1:
             attn_mask = values.own(attn_mask, place)
+        elif attn_mask.requires_grad:
+            return NotImplemented  # Its gradient would be that of this rank's heads alone.
         else:
             attn_mask = values.whole(attn_mask)
     q, k, v = (values.own(each, dim) for each in given)
@@ -165,9 +168,13 @@ def _instance_norm(
 
 
 def _channel_by_channel(function: Function) -> Callable[..., Any]:
+    """On images that have channels in dimension 1: without a batch, a pooling's are in front."""
+    name = function.__name__
+    least = int(name[-2]) + 2 if name.endswith("d") else 3
+
     def run(values: WholeShapeValues, input: Any, *args: Any, **kwargs: Any) -> Any:
         others = any_share(args) or any_share(kwargs.values())
-        if _cut_of(input) != 1 or input.dim() < 3 or others:
+        if _cut_of(input) != 1 or input.dim() < least or others:
             return NotImplemented
         out = function(values.own(input, 1), *args, **kwargs)
         return values.left(out, 1, input.shape[1]) if isinstance(out, Tensor) else NotImplemented

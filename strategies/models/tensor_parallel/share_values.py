@@ -201,7 +201,14 @@ class WholeShapeValues:
             dim, size = several.dim, value.shape[several.dim] // several.number
             rows = self.left(unflattened(several.local, dim, several.number, -1), dim + 1, size)
             return self.whole(rows).flatten(dim, dim + 1)
-        return value.redistribute(placements=[Replicate()]).to_local()
+        found = value.redistribute(placements=[Replicate()]).to_local()
+        if found.stride() == value.stride() or 0 in value.stride():
+            return found
+        # Random numbers are drawn in the order of the memory, which is that of the uncut value.
+        empty = torch.empty_strided(
+            value.shape, value.stride(), dtype=found.dtype, device=found.device
+        )
+        return empty.copy_(found)
 
     def whole_of(self, leaf: Any) -> Any:
         """The same for anything."""
