@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 
 from strategies.models.tensor_parallel import share_operations  # noqa: F401 -- registers its rules
-from strategies.models.tensor_parallel.share_parts import parts_after_view
+from strategies.models.tensor_parallel.value_segments import segments_after_view
 from strategies.planner.shardings.operators import WHOLE, Choice, Message
 
 aten: Any = torch.ops.aten
@@ -185,7 +185,7 @@ class Shardings:
                 if other == size and math.prod(output.shape[:dim]) == before:
                     return (str(Cut(dim, scores=True)),)
             return None
-        found = parts_after_view(whole.shape, cut.dim, cut.parts, self.tp, output.shape)
+        found = segments_after_view(whole.shape, cut.dim, cut.parts, self.tp, output.shape)
         return None if found is None else (str(Cut(*found)),)
 
     def _attention(

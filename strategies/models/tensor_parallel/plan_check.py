@@ -218,7 +218,7 @@ def _error(first: Tensor, second: Tensor) -> float:
 _NO_BACKWARD = re.compile(r"Operator aten\.(\w+?)_backward\.\w+ does not have a sharding strategy")
 
 
-def tried(
+def run_with_fallbacks(
     step: Callable[[], StepNumbers],
     values: WholeShapeValues,
     unchanged: Callable[[], AbstractContextManager[Any]],
@@ -247,10 +247,10 @@ def tried(
         line = error_line(problem.__traceback__)
         what = f"{line} ends with {type(problem).__name__}: {problem}"
         _all_alike(ranks, f"without {name}", what)
-        if name is not None and name not in values.by_whole:
-            values.by_whole |= {name, f"{name}_"}
-        elif not values.all_whole:
-            values.all_whole = True
+        if name is not None and name not in values.unsharded_ops:
+            values.unsharded_ops |= {name, f"{name}_"}
+        elif not values.unshard_everything:
+            values.unshard_everything = True
             rank_zero_info(
                 f"tp={ranks.size}: an operation between layers does not run on shares "
                 f"({type(problem).__name__}: {' '.join(str(problem).split())[:120]}), so values "
@@ -292,7 +292,7 @@ def _all_alike(ranks: TensorRanks, how: str, what: str) -> None:
     raise refusal(ranks.size, f"rank {silent[0]} of {ranks.size} does not come to its end")
 
 
-def refuse_differences(ranks: TensorRanks, difference: str | None) -> None:
+def refuse_if_different(ranks: TensorRanks, difference: str | None) -> None:
     """Refuses a cut that computes something else on any of the ranks, on all of them.
 
     Raises:

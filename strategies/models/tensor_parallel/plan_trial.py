@@ -26,9 +26,9 @@ from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.models.tensor_parallel.plan_check import (
     StepNumbers,
     compare_steps,
-    refuse_differences,
+    refuse_if_different,
     run_step,
-    tried,
+    run_with_fallbacks,
     watched,
 )
 from strategies.models.tensor_parallel.sharded_layers import LocalValues
@@ -92,7 +92,9 @@ def cut_layers(
     values = sharding.values
     assert isinstance(values, WholeShapeValues)
     sharding.apply()
-    cut = tried(lambda: _numbers(module, example, values), values, lambda: restoring(module))
+    cut = run_with_fallbacks(
+        lambda: _numbers(module, example, values), values, lambda: restoring(module)
+    )
     kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=_coarseness)
     with example.around():
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -100,7 +102,7 @@ def cut_layers(
     names = frozenset(name for name, _ in module.named_parameters())
     shards = {name: shard for name, shard in sharding.shards.items() if name in names}
     difference = compare_steps(whole, cut, shards, ranks.rank, kind=kind)
-    refuse_differences(ranks, difference)
+    refuse_if_different(ranks, difference)
     return sharding
 
 
@@ -175,7 +177,7 @@ class UnitTrial:
     def _check(self, name: str, unit: nn.Module, given: tuple[Tensor, ...]) -> None:
         ranks = self._sharding.ranks
         with restoring(unit):
-            cut = tried(
+            cut = run_with_fallbacks(
                 lambda: self._numbers(name, unit, given), self._values, lambda: restoring(unit)
             )
             with self._sharding.uncut(name):
@@ -184,7 +186,7 @@ class UnitTrial:
         kinds = [t.dtype for t in whole.outputs.values() if t.is_floating_point()]
         kind = min(kinds, key=lambda kind: -_coarseness(kind), default=torch.float32)
         difference = compare_steps(whole, cut, shards, ranks.rank, kind=kind)
-        refuse_differences(ranks, difference)
+        refuse_if_different(ranks, difference)
 
     def _numbers(self, name: str, unit: nn.Module, given: tuple[Tensor, ...]) -> StepNumbers:
         numbers = StepNumbers()

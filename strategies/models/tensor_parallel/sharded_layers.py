@@ -62,7 +62,7 @@ class LocalValues:
         yield
 
 
-class CutLayer:
+class ShardedLayer:
     """What all of these have.
 
     Attributes:
@@ -133,7 +133,7 @@ def _computed(forward: _Forward) -> _Forward:
 
     @functools.wraps(forward)
     def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        share: CutLayer = layer.share
+        share: ShardedLayer = layer.share
         values = share.values
         if isinstance(values, LocalValues):
             return forward(layer, *args, **kwargs)
@@ -150,7 +150,7 @@ def _computed(forward: _Forward) -> _Forward:
 class _Column:
     """``[..., inputs]`` to ``[..., local outputs]``."""
 
-    share: CutLayer
+    share: ShardedLayer
     dim, cuts_bias = 0, True
 
     @_computed
@@ -162,7 +162,7 @@ class _Column:
 class _Row:
     """``[..., local inputs]`` to ``[..., outputs]``; the bias is added once, to the sum."""
 
-    share: CutLayer
+    share: ShardedLayer
     dim, cuts_bias = 1, False
 
     @_computed
@@ -202,7 +202,7 @@ class _TransposedRow(_Row, nn.Module):
 class VocabularyEmbedding(nn.Embedding):
     """The vectors of some ids; others come from the ranks that have them."""
 
-    share: CutLayer
+    share: ShardedLayer
     dim, cuts_bias = 0, False
 
     @_computed
@@ -225,7 +225,7 @@ class VocabularyEmbedding(nn.Embedding):
 class _ColumnChannels:
     """Some channels, or a part of every vector: what torch's own forward makes of the share."""
 
-    share: CutLayer
+    share: ShardedLayer
     dim, cuts_bias = 1, True
 
     @_computed
@@ -249,7 +249,7 @@ class _ColumnChannels:
 class _RowChannels:
     """Each rank has some channels of the input; the bias is added once, to the sum."""
 
-    share: CutLayer
+    share: ShardedLayer
     dim, cuts_bias = 1, False
 
     @_computed

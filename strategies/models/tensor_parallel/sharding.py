@@ -23,9 +23,9 @@ from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.sharded_layers import (
     CONV1D,
     KINDS,
-    CutLayer,
     LocalValues,
     SequenceDropout,
+    ShardedLayer,
     SplitOutput,
 )
 from strategies.models.tensor_parallel.share_values import WholeShapeValues
@@ -268,7 +268,7 @@ class Sharding:
         if "weight" in known:
             cut = known["weight"][1]
         gathers = row.style == "column" and row.whole_output
-        share = CutLayer(layer, sizes, values, entrance, cut, ranks, gathers=gathers)
+        share = ShardedLayer(layer, sizes, values, entrance, cut, ranks, gathers=gathers)
         parts = {"weight": cut}
         if "bias" in present and kind.cuts_bias:
             parts["bias"] = Shard(0, size, ranks.size, segments)

@@ -39,14 +39,14 @@ from strategies.models.replay.hole import (
 )
 from strategies.models.tensor_parallel.regions import Entrance
 from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE
-from strategies.models.tensor_parallel.share_parts import (
-    Parts,
-    parts_of,
-    placement,
-    run_on_parts,
-    with_parts,
-)
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks, unflattened
+from strategies.models.tensor_parallel.value_segments import (
+    Segments,
+    placement,
+    run_on_segments,
+    segments_of,
+    with_segments,
+)
 
 _numbers = itertools.count()
 
@@ -78,8 +78,8 @@ class WholeShapeValues:
         }
         # Names of operations that run on whole values, besides those that have to; and whether all
         # do that can: what DTensor does with their backwards is not what autograd needs.
-        self.by_whole: set[str] = set()
-        self.all_whole = False
+        self.unsharded_ops: set[str] = set()
+        self.unshard_everything = False
         # Shares of weights by identity: name, parameter, how it is cut.
         self.weights: dict[int, tuple[str, nn.Parameter, Shard]] = {}
         self.computing = 0  # cut layers whose forwards run, which take their shares
@@ -178,7 +178,7 @@ class WholeShapeValues:
         dim %= local.dim()
         shape = list(local.shape)
         shape[dim] = size
-        several = Parts(local, dim, parts) if parts > 1 else None
+        several = Segments(local, dim, parts) if parts > 1 else None
         share = DTensor.from_local(
             local,
             self._meshes[local.device.type],
@@ -188,14 +188,14 @@ class WholeShapeValues:
             stride=_stride(shape),
         )
         if several is not None:
-            with_parts(share, several)
+            with_segments(share, several)
         return share if self._entered else self.whole(share)
 
     def whole(self, value: Tensor) -> Tensor:
         """All of a value, on every rank; what is no share goes through."""
         if not isinstance(value, DTensor):
             return value
-        several = parts_of(value)
+        several = segments_of(value)
         if several is not None:
             # Each part in a row of its own, which is cut like any value.
             dim, size = several.dim, value.shape[several.dim] // several.number
@@ -216,7 +216,7 @@ class WholeShapeValues:
 
     def own(self, value: Tensor, dim: int) -> Tensor:
         """This rank's share along ``dim``, whatever there is of the value."""
-        value = self._known(value if parts_of(value) is None else self.whole(value))
+        value = self._known(value if segments_of(value) is None else self.whole(value))
         assert isinstance(value, DTensor)
         return value.redistribute(placements=[Cut(dim % value.dim())]).to_local()
 
@@ -259,12 +259,12 @@ class _BetweenLayers(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_question(func):
             return func(*args, **kwargs)
-        if _any_parts(args) or _any_parts(kwargs.values()):
+        if _any_segments(args) or _any_segments(kwargs.values()):
             size = self._values.ranks.size
-            result = run_on_parts(func, args, kwargs, size, self._values.left)
+            result = run_on_segments(func, args, kwargs, size, self._values.left)
             if result is not NotImplemented:
                 return result
-            _refuse_write_into_parts(func, args, kwargs)
+            _refuse_write_into_segments(func, args, kwargs)
             return self._by_whole(func, args, kwargs)
         by_share = BY_SHARE.get(func)
         if by_share is not None:
@@ -275,7 +275,7 @@ class _BetweenLayers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         _refuse_lost_write(name, args)
         plain = func in WHOLE or _draws(name) or _writes_plain(name, args, kwargs)
-        if plain or values.all_whole or name in values.by_whole:
+        if plain or values.unshard_everything or name in values.unsharded_ops:
             return self._by_whole(func, args, kwargs)
         try:
             known = rebuild((args, kwargs), self._known)
@@ -362,12 +362,12 @@ def _found(items: Any, weights: Collection[int]) -> tuple[bool, bool]:
     return share, weight
 
 
-def _any_parts(items: Any) -> bool:
+def _any_segments(items: Any) -> bool:
     """Whether there is a value of several parts, in a list, too."""
     for item in items:
-        if parts_of(item) is not None:
+        if segments_of(item) is not None:
             return True
-        if isinstance(item, list | tuple) and _any_parts(item):
+        if isinstance(item, list | tuple) and _any_segments(item):
             return True
     return False
 
@@ -410,9 +410,9 @@ def _refuse_lost_write(name: str, args: Args) -> None:
         )
 
 
-def _refuse_write_into_parts(func: Function, args: Args, kwargs: Kwargs) -> None:
+def _refuse_write_into_segments(func: Function, args: Args, kwargs: Kwargs) -> None:
     """What is written would not reach the shares that later operations are given."""
-    if parts_of(args[0] if args else None) is not None and _writes(func, args, kwargs):
+    if segments_of(args[0] if args else None) is not None and _writes(func, args, kwargs):
         raise ModelError(
             f"{user_line()}: {operation_name(func)} writes into a value of which tensor-parallel "
             "ranks have a share of each part (queries, keys and values from one layer). Write it "

@@ -21,7 +21,7 @@ from torch.nn import functional
 from strategies.models.replay.hole import Args, Function, Kwargs
 
 
-class Parts(NamedTuple):
+class Segments(NamedTuple):
     """What a rank has of such a value.
 
     Attributes:
@@ -35,13 +35,13 @@ class Parts(NamedTuple):
     number: int
 
 
-def parts_of(value: Any) -> Parts | None:
+def segments_of(value: Any) -> Segments | None:
     """None for any other value."""
     found = value.__dict__.get(_ATTRIBUTE) if isinstance(value, DTensor) else None
-    return found if isinstance(found, Parts) else None
+    return found if isinstance(found, Segments) else None
 
 
-def with_parts(share: Tensor, parts: Parts) -> Tensor:
+def with_segments(share: Tensor, parts: Segments) -> Tensor:
     """Notes what a share consists of."""
     share.__dict__[_ATTRIBUTE] = parts
     return share
@@ -50,19 +50,19 @@ def with_parts(share: Tensor, parts: Parts) -> Tensor:
 _ATTRIBUTE = "_side_by_side"
 
 
-def placement(parts: Parts) -> Any:
+def placement(parts: Segments) -> Any:
     """The same in DTensor's words."""
     return _StridedShard(parts.dim, split_factor=parts.number)
 
 
-def parts_after_view(
+def segments_after_view(
     before: Sequence[int], dim: int, count: int, ranks: int, after: Sequence[int]
 ) -> tuple[int, int] | None:
     """Dimension and number of parts in another shape, where a rank's share is one of it, too.
 
-    >>> parts_after_view((2, 5, 48), 2, 3, 2, (2, 5, 3, 4, 4))
+    >>> segments_after_view((2, 5, 48), 2, 3, 2, (2, 5, 3, 4, 4))
     (3, 1)
-    >>> parts_after_view((2, 5, 48), 2, 3, 2, (10, 48))
+    >>> segments_after_view((2, 5, 48), 2, 3, 2, (10, 48))
     (1, 3)
     """
     left = math.prod(before[:dim]) * count  # Numbers of parts in front of the ranks' dimension.
@@ -83,7 +83,7 @@ _Left = tuple[Tensor, int, int, int]
 Leave = Callable[[Tensor, int, int, int], Tensor]
 
 
-def run_on_parts(func: Function, args: Args, kwargs: Kwargs, ranks: int, leave: Leave) -> Any:
+def run_on_segments(func: Function, args: Args, kwargs: Kwargs, ranks: int, leave: Leave) -> Any:
     """An operation on a value of several parts; NotImplemented where it needs all of it.
 
     Args:
@@ -95,8 +95,8 @@ def run_on_parts(func: Function, args: Args, kwargs: Kwargs, ranks: int, leave: 
             of parts.
     """
     value = args[0] if args else None
-    parts = parts_of(value)
-    if parts is None or any(map(parts_of, (*args[1:], *kwargs.values()))):
+    parts = segments_of(value)
+    if parts is None or any(map(segments_of, (*args[1:], *kwargs.values()))):
         return NotImplemented
     assert isinstance(value, Tensor)
     name = getattr(func, "__name__", "")
@@ -140,7 +140,7 @@ _ELEMENT_BY_ELEMENT = frozenset(
 def _viewed(
     func: Function,
     value: Tensor,
-    parts: Parts,
+    parts: Segments,
     args: Args,
     kwargs: Kwargs,
     ranks: int,
@@ -149,7 +149,7 @@ def _viewed(
     if args and isinstance(args[0], torch.dtype):
         return NotImplemented
     after = func(torch.empty(value.shape, device="meta"), *args, **kwargs).shape
-    found = parts_after_view(value.shape, parts.dim, parts.number, ranks, after)
+    found = segments_after_view(value.shape, parts.dim, parts.number, ranks, after)
     if found is None:
         return NotImplemented
     dim, count = found
@@ -161,7 +161,7 @@ def _viewed(
 def _split(
     func: Function,
     value: Tensor,
-    parts: Parts,
+    parts: Segments,
     args: Args,
     kwargs: Kwargs,
     ranks: int,
@@ -181,7 +181,7 @@ def _split(
     return tuple(leave(each, parts.dim, value.shape[parts.dim], parts.number) for each in split)
 
 
-def _indexed(value: Tensor, parts: Parts, index: Any, ranks: int, leave: Leave) -> Any:
+def _indexed(value: Tensor, parts: Segments, index: Any, ranks: int, leave: Leave) -> Any:
     """By slices and numbers; along the dimension of the parts by whole parts."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(
