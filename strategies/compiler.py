@@ -34,7 +34,6 @@ from strategies.passes.split_backward import split_backward
 from strategies.passes.updates import (
     accumulate_only,
     add_batch_loss,
-    add_exchanges,
     add_updates,
     first_microbatches,
     forward_only,
@@ -269,7 +268,9 @@ def _ordered(plan: Plan, stream: int | None = None) -> tuple[Program, Durations 
     assert all(a + 1 < b < placement.num_stages for a, b in plan.skips)
     links = chain(placement.num_stages) + tuple(Boundary(*ends) for ends in plan.skips)
     rows: Rows = ((),) * placement.num_ranks
-    draft = Program(schedule.name, placement, shape.num_microbatches, rows, links)
+    draft = Program(
+        schedule.name, placement, shape.num_microbatches, rows, links, exchanges=plan.exchanges
+    )
     durations = None if plan.costs is None else _durations(plan.costs.table(draft))
     if schedule.cost_aware:
         shape = replace(shape, durations=durations)
@@ -346,9 +347,7 @@ def _programs(compute: Program, plan: Plan) -> Programs:
 
 
 def _lowered(program: Program, plan: Plan) -> Program:
-    """With messages, and with the exchanges inside of its computations."""
-    lowered = verify(_lower(program, plan.costs))
-    return verify(add_exchanges(lowered, plan.exchanges)) if any(plan.exchanges) else lowered
+    return verify(_lower(program, plan.costs))
 
 
 def _streamed(plan: Plan) -> Programs:

@@ -102,7 +102,7 @@ def _legend(timeline: Timeline, rows: Sequence[Row], grid: _Grid) -> str:
         kinds = ", ".join([" ".join(letters), *_keys(COMPUTE_KINDS, fused=_fuses(timeline))])
         text = f"a column is {slot}: the kind that took most of it ({kinds}), "
         text += f"capital where an instruction begins, {_IDLE}: idle"
-        sent = CHANNEL_KINDS if _exchanges(timeline) else CHANNEL_KINDS - EXCHANGE_KINDS
+        sent = CHANNEL_KINDS | EXCHANGE_KINDS if _exchanges(timeline) else CHANNEL_KINDS
         return text + (f"; comm: {', '.join(_keys(sent))}" if channel else "")
     text = f"a slot is {slot}{'' if grid.exact else ', times rounded'}; 2F0: stage 2, forward, "
     text += f"microbatch 0; {_RUNNING}: still running; {_IDLE}: idle"
@@ -120,7 +120,7 @@ def _keys(kinds: frozenset[Kind], *, fused: bool = False) -> Iterator[str]:
 
 
 def _exchanges(timeline: Timeline) -> bool:
-    return any(item.kind in EXCHANGE_KINDS for row in timeline.program.ranks for item in row)
+    return any(timeline.program.exchanges)
 
 
 def _fuses(timeline: Timeline) -> bool:

@@ -148,7 +148,7 @@ def page_script(names: Sequence[str]) -> str:
     for kind, facts in KINDS.items():
         if facts.occupies != "wire":
             words[kind.value] = facts.word
-            numbers[kind.value] = "microbatch" if facts.number == "layer" else facts.number
+            numbers[kind.value] = facts.number
             colours[kind.value] = facts.colour
     told = [_constant("WORDS", words), _constant("NUMBERS", numbers), _constant("COLOURS", colours)]
     # A directive counts only as the very first statement.

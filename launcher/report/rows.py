@@ -80,9 +80,10 @@ def timeline_rows(timeline: Timeline, *, instants: bool = False) -> tuple[Row, .
     """
     rows = []
     for rank in range(len(timeline.program.ranks)):
-        events = [e for e in timeline.events(rank) if instants or e.end > e.start]
+        events = (*timeline.events(rank), *timeline.exchanges(rank))
+        events = tuple(e for e in events if instants or e.end > e.start)
         compute = [e for e in events if e.instruction.kind in COMPUTE_KINDS]
-        channel = [e for e in events if e.instruction.kind in CHANNEL_KINDS]
+        channel = [e for e in events if e.instruction.kind in CHANNEL_KINDS | EXCHANGE_KINDS]
         share = 0.0 if instants else _TOLERANCE
         rows.append(Row(_spread(compute, share), _spread(channel, share)))
     return tuple(rows)
@@ -135,7 +136,7 @@ def _row_data(timeline: Timeline, rows: Iterable[Row]) -> Iterator[dict[str, obj
         def bars(
             lanes: Lanes, wait_of: dict[Instruction, Wait | None] = wait_of
         ) -> list[list[list[object]]]:
-            return [[_bar(timeline, e, wait_of[e.instruction]) for e in lane] for lane in lanes]
+            return [[_bar(timeline, e, wait_of.get(e.instruction)) for e in lane] for lane in lanes]
 
         held = held_over_time(timeline, rank)
         yield {
@@ -223,8 +224,8 @@ def waits(timeline: Timeline) -> dict[int, Wait]:
     """
     program = timeline.program
     graph = program.graph
-    start = [time for row in timeline.start for time in row]
-    end = [time for row in timeline.end for time in row]
+    events = [e for rank in range(len(program.ranks)) for e in timeline.events(rank)]
+    start, end = [e.start for e in events], [e.end for e in events]
     found: dict[int, Wait] = {}
     for rank in range(len(program.ranks)):
         busy: dict[str, int] = {}
@@ -234,8 +235,7 @@ def waits(timeline: Timeline) -> dict[int, Wait]:
             if place == "wire":
                 continue
             candidates = [_need(timeline, need, end[need]) for need in graph.needs[node]]
-            inside = kind in EXCHANGE_KINDS
-            if inside or (kind is Kind.REDUCE and not graph.nodes[node].after):
+            if kind is Kind.REDUCE and not graph.nodes[node].after:
                 candidates = [
                     Wait(wait.node, "release", min(wait.since, start[node])) for wait in candidates
                 ]

@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from strategies.ir.instruction import Instruction
+from strategies.ir.instruction import Instruction, exchanges
 from strategies.ir.kinds import COMPUTE_KINDS, MESSAGE_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
+
+
+def inside(program: Program, rank: int) -> tuple[Instruction, ...]:
+    """The exchanges of tokens inside of a rank's computations, in their order."""
+    row = program.ranks[rank] if program.exchanges else ()
+    return tuple(each for item in row for each in exchanges(item, program.exchanges))
 
 
 class Event(NamedTuple):
@@ -25,7 +31,8 @@ class Timeline:
     """Start and end of every instruction.
 
     Attributes:
-        program: What ran; ``start[r][i]`` belongs to ``program.ranks[r][i]``.
+        program: What ran; ``start[r][i]`` belongs to ``program.ranks[r][i]``, and behind these come
+            those of ``inside(program, r)``.
         start: When it began, in ``time_unit``, 0 at the first instruction of all ranks. A SEND
             begins when its value is there, a REDUCE when its channel takes it up.
         end: When it ended; a SEND and a RECV when the message has arrived.
@@ -88,8 +95,15 @@ class Timeline:
 
     def events(self, rank: int) -> Iterator[Event]:
         row = self.program.ranks[rank]
-        for item, start, end in zip(row, self.start[rank], self.end[rank], strict=True):
+        for item, start, end in zip(row, self.start[rank], self.end[rank], strict=False):
             yield Event(rank, item, start, end)
+
+    def exchanges(self, rank: int) -> Iterator[Event]:
+        """When tokens of experts travelled inside of the rank's computations."""
+        place = len(self.program.ranks[rank])
+        times = zip(self.start[rank][place:], self.end[rank][place:], strict=True)
+        for item, span in zip(inside(self.program, rank), times, strict=False):
+            yield Event(rank, item, *span)
 
     def compute(self, rank: int) -> Iterator[Event]:
         """The events that occupy the rank: F B I W R and STEP."""

@@ -19,7 +19,6 @@ from strategies.ir.kinds import (
     BACKWARD_KINDS,
     CHANNEL_KINDS,
     COMPUTE_KINDS,
-    EXCHANGE_KINDS,
     KINDS,
     Kind,
 )
@@ -233,15 +232,6 @@ class Channel(NamedTuple):
     needs: tuple[int, ...]
 
 
-class Inside(NamedTuple):
-    """An exchange of tokens, on its way while the computation around it runs."""
-
-    node: int
-    host: int
-    duration: int  # the host's index into the flat duration table
-    number: int  # of the host's exchanges, in list order
-
-
 class Walk(NamedTuple):
     """Instructions in one linear extension, messages attached to their producers.
 
@@ -250,7 +240,6 @@ class Walk(NamedTuple):
 
     steps: tuple[Compute | Channel, ...]
     num_nodes: int
-    inside: tuple[Inside, ...]
     fused: tuple[tuple[int, int], ...]  # rows after ``DURATION_ROWS``: indices of both halves
 
 
@@ -284,9 +273,6 @@ def flatten(program: Program) -> Walk:
             num_nodes += 1
     steps: list[Compute | Channel] = []
     fused: dict[tuple[int, int], int] = {}
-    travels: list[Inside] = []
-    timed: dict[int, int] = {}
-    counted: dict[int, int] = {}
     for node in graph.order:
         item, rank, needs = graph.nodes[node], graph.rank[node], graph.needs[node]
         if item.kind in COMPUTE_KINDS:
@@ -297,16 +283,11 @@ def flatten(program: Program) -> Walk:
                 duration = len(row) * num_stages + fused.setdefault((first, second), len(fused))
             else:
                 duration = row[item.kind] + item.stage
-            timed[node] = duration
             steps.append(Compute(node, rank, duration, needs, messages))
-        elif item.kind in EXCHANGE_KINDS:
-            host = needs[0]
-            number = counted[host] = counted.get(host, -1) + 1
-            travels.append(Inside(node, host, timed[host], number))
         elif item.kind in CHANNEL_KINDS:
             bucket = -1 if item.bucket is None else item.bucket
             inside = item.kind is Kind.REDUCE and not item.after and bool(needs)
             fraction = (bucket + 1) / buckets.get((rank, item.stage, item.version), 1)
             released_by = max(needs) if inside else -1
             steps.append(Channel(node, rank, item.stage, bucket, released_by, fraction, needs))
-    return Walk(tuple(steps), num_nodes, tuple(travels), tuple(fused))
+    return Walk(tuple(steps), num_nodes, tuple(fused))

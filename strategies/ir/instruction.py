@@ -15,11 +15,9 @@ class Instruction:
 
     Attributes:
         stage: Global stage index, virtual stages included.
-        microbatch: For F B I W R SEND RECV DISPATCH COMBINE, else None.
-        bucket: For REDUCE; of DISPATCH and COMBINE, which of the stage's layers with experts; else
-            None.
-        payload: For SEND and RECV: F carries activations, B carries their gradients. For DISPATCH
-            and COMBINE in which pass they are: F, its R, or the backward, B.
+        microbatch: For F B I W R SEND RECV, else None.
+        bucket: For REDUCE, else None.
+        payload: For SEND and RECV: F carries activations, B carries their gradients.
         peer: For SEND and RECV: the stage at the other end.
         after: Instructions that must have ended first, beyond what the data needs. A REDUCE
             without it is released bucket by bucket inside its stage's last backward.
@@ -97,9 +95,10 @@ def exchanges(item: Instruction, layers: Sequence[int]) -> Iterator[Instruction]
     """The exchanges of experts' tokens inside a computation, in their order.
 
     Of a fused pair those of its forward come first. ``layers`` are per stage: how many have experts
-    elsewhere. A backward goes through them from the last one.
+    elsewhere, () for none. A backward goes through them from the last one. Each is shown as an
+    instruction: its bucket is the layer, its payload the pass, F, its R, or B.
     """
-    for part in item.parts:
+    for part in item.parts if layers else ():
         way = _PASSES.get(part.kind)
         if way is None or part.microbatch is None:
             continue

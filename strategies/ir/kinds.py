@@ -31,7 +31,8 @@ class Kind(Enum):
         "LOSS"  # one loss of all microbatches, and its gradient, behind the last stage's forwards
     )
     OVERLAP = "OVERLAP_F_B"  # a forward and a backward of two microbatches, run as one
-    DISPATCH = "DISPATCH"  # a layer's tokens to the ranks of their experts, inside an F, R, B or I
+    # Inside an F, R, B or I, which the model runs: shown beside it, and no program has them.
+    DISPATCH = "DISPATCH"  # a layer's tokens to the ranks of their experts
     COMBINE = "COMBINE"  # and what these have made of them, back
 
     # Members are singletons; the default hashes a member's name, in Python, millions of times.
@@ -77,15 +78,15 @@ class KindSpec:
 
     Attributes:
         word: What it is called in legends and tips.
-        occupies: The ``rank``, its collective ``channel``, or the ``wire`` to another one.
-        number: What tells those of a stage apart: its ``microbatch``, its ``bucket``, nothing, or a
-            ``layer`` and a microbatch, inside of whose compute it runs.
+        occupies: The ``rank``, its collective ``channel``, or the ``wire`` to another one; nothing
+            for what runs inside of a computation, which is no instruction.
+        number: What tells those of a stage apart: its ``microbatch``, its ``bucket`` or nothing.
         duration: Its column in a ``CostTable``; "" for none: it takes no time, or that of others.
         work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
         needed: Whether any order runs it; passes add the other kinds.
         uses: Of its stage's neighbours an ACTIVATION or GRADIENT, else of its own stage. GATHERED
-            and LOSS_GRADIENT only where the program makes them. SEND, RECV, DISPATCH and COMBINE
-            use what their payload says.
+            and LOSS_GRADIENT only where the program makes them. SEND and RECV use what their
+            payload says.
         makes: Each once; only what is made can be used.
         takes: Held from its start on.
         checkpointed: The same where its pair is recomputed later; None for no difference.
@@ -98,8 +99,8 @@ class KindSpec:
     """
 
     word: str
-    occupies: Literal["rank", "channel", "wire"]
-    number: Literal["microbatch", "bucket", "layer", ""] = "microbatch"
+    occupies: Literal["rank", "channel", "wire", ""]
+    number: Literal["microbatch", "bucket", ""] = "microbatch"
     duration: str = ""
     work: tuple[Literal["forward", "backward_input", "backward_weight"], ...] = ()
     needed: bool = False
@@ -186,14 +187,12 @@ KINDS: Mapping[Kind, KindSpec] = {
         word="forward and backward as one", occupies="rank", needed=True,
         colour=(340, 50), key="O: F and B as one",
     ),
-    # Inside the compute of their pair, which has their time in its own.
     Kind.DISPATCH: KindSpec(
-        word="tokens to their experts", occupies="channel", number="layer",
-        colour=(84, 42), key="D sends tokens to experts",
+        word="tokens to their experts", occupies="", colour=(84, 42),
+        key="D sends tokens to experts",
     ),
     Kind.COMBINE: KindSpec(
-        word="tokens back from experts", occupies="channel", number="layer",
-        colour=(64, 46), key="C brings them back",
+        word="tokens back from experts", occupies="", colour=(64, 46), key="C brings them back",
     ),
 }  # fmt: skip
 
@@ -208,7 +207,7 @@ COMPUTE_KINDS = _kinds_where(lambda facts: facts.occupies == "rank")
 MICROBATCH_KINDS = _kinds_where(
     lambda facts: facts.occupies == "rank" and facts.number == "microbatch"
 )
-EXCHANGE_KINDS = _kinds_where(lambda facts: facts.number == "layer")
+EXCHANGE_KINDS = _kinds_where(lambda facts: not facts.occupies)
 BUCKET_KINDS = _kinds_where(lambda facts: facts.number == "bucket")
 STAGE_KINDS = _kinds_where(lambda facts: not facts.number)
 BACKWARD_KINDS = _kinds_where(lambda facts: Value.GRADIENT in facts.makes)

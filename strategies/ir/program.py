@@ -190,6 +190,8 @@ class Program:
         lowered: Whether SEND and RECV stand in the lists.
         updates: When the weights are updated; None where all microbatches make one update, at the
             end.
+        exchanges: Per stage, how many of its layers exchange tokens of experts with other ranks,
+            inside of its computations (``instruction.exchanges``); () for none.
     """
 
     schedule: str
@@ -200,6 +202,7 @@ class Program:
     role: Role = "train"
     lowered: bool = False
     updates: Updates | None = None
+    exchanges: tuple[int, ...] = ()
 
     @property
     def steps(self) -> float:

@@ -4,11 +4,9 @@ The spelling is that of torch.distributed.pipelining where that has one (``2F0``
 the neighbouring stage); peers, buckets, weight versions and extra edges extend it. A fused pair is
 spelled as torch does:
 
->>> from strategies.ir.text import parse_instruction, format_instruction, spoken
+>>> from strategies.ir.text import parse_instruction, format_instruction
 >>> for text in ("2F0", "2SEND_F0>3", "3RECV_F0<2", "2REDUCE1", "2STEP", "1R0@2B0+2B1", "0F3#1"):
 ...     assert format_instruction(parse_instruction(text)) == text
->>> spoken(parse_instruction("2DISPATCH_B3.1"))
-'DISPATCH layer 1 in B mb=3 of stage 2'
 >>> format_instruction(parse_instruction("(0F1;3B0)OVERLAP_F_B"))
 '(0F1;3B0)OVERLAP_F_B'
 """
@@ -42,8 +40,6 @@ _PATTERN = re.compile(
     rf"(?P<stage>{_NUMBER})"
     rf"(?:(?P<message>{'|'.join(spellings(MESSAGE_KINDS))})_(?P<payload>[FB])"
     rf"(?P<message_mb>{_NUMBER})(?:(?P<arrow>[<>])(?P<peer>{_NUMBER}))?"
-    rf"|(?P<exchange>{'|'.join(spellings(EXCHANGE_KINDS))})_(?P<way>[FBR])"
-    rf"(?P<exchange_mb>{_NUMBER})\.(?P<layer>{_NUMBER})"
     rf"|(?P<bucketed>{'|'.join(_BUCKETED)})(?P<bucket>{_NUMBER})"
     rf"|(?P<plain>{'|'.join(_PLAIN)})"
     rf"|(?P<kind>{'|'.join(_LETTERS)})(?P<mb>{_NUMBER}))"
@@ -54,7 +50,7 @@ _FUSED = re.compile(r"\((?P<first>[^;()]+);(?P<second>[^;()]+)\)OVERLAP_F_B(?:@(
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """Spells one instruction; ``parse_instruction`` is the inverse."""
+    """Spells one instruction; ``parse_instruction`` is the inverse, but for exchanges of tokens."""
     kind = instruction.kind
     after = "+".join(format_instruction(edge) for edge in instruction.after)
     edges = f"@{after}" if after else ""
@@ -102,14 +98,14 @@ def parse_instruction(text: str) -> Instruction:
             ),
         )
     part = match.groupdict()
-    kind = part["message"] or part["exchange"] or part["bucketed"] or part["plain"] or part["kind"]
-    payload = part["payload"] or part["way"]
+    kind = part["message"] or part["bucketed"] or part["plain"] or part["kind"]
+    payload = part["payload"]
     peer = None if part["message"] is None else _peer(text, part)
     return Instruction(
         Kind(kind),
         int(part["stage"]),
-        _number(part["message_mb"] or part["exchange_mb"] or part["mb"]),
-        bucket=_number(part["layer"] or part["bucket"]),
+        _number(part["message_mb"] or part["mb"]),
+        bucket=_number(part["bucket"]),
         payload=None if payload is None else Kind(payload),
         peer=peer,
         after=_edges(part["after"]),
@@ -189,10 +185,6 @@ def spoken(item: Instruction) -> str:
         )
     if kind is Kind.OVERLAP:
         return " with ".join(map(spoken, item.halves))
-    if kind in EXCHANGE_KINDS:
-        assert item.payload is not None
-        where = f"{item.payload.value} mb={item.microbatch} of stage {item.stage}"
-        return f"{kind.value} layer {item.bucket} in {where}"
     if item.bucket is not None:
         return f"{kind.value} bucket {item.bucket} of stage {item.stage}"
     if item.microbatch is None:

@@ -15,7 +15,7 @@ from typing import Any
 from strategies.errors import ProgramError
 from strategies.ir.graph import Graph
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import EXCHANGE_KINDS, KINDS, MESSAGE_KINDS, PAYLOADS, Kind, Value
+from strategies.ir.kinds import KINDS, MESSAGE_KINDS, PAYLOADS, Kind, Value
 from strategies.ir.program import Program, recomputed_pairs
 
 
@@ -94,10 +94,6 @@ class _Values:
             yield PAYLOADS.get(item.payload), stage, number, stage
         elif kind is Kind.RECV:
             yield Kind.SEND, item.peer, number, item.payload, stage, None
-        elif kind in EXCHANGE_KINDS:
-            # What the computation around it makes.
-            value = PAYLOADS.get(item.payload, Value.GRAPH)
-            yield (value, stage, number, stage) if value in _TRAVELS else (value, stage, number)
         for value in self._used[kind]:
             if value in _TRAVELS and number is not None:
                 neighbours = self._sources if value is Value.ACTIVATION else self._targets
@@ -191,7 +187,7 @@ class _Values:
 
     def _edge(self, node: int, edge: Instruction) -> int:
         # Of several owners' updates, that of the same rank.
-        ranks = [] if edge.kind in EXCHANGE_KINDS else [self._graph.rank[node]]
+        ranks = [self._graph.rank[node]]
         if edge.microbatch is None:
             ranks += range(self._program.placement.num_ranks)
         for rank in ranks:

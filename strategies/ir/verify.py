@@ -8,7 +8,7 @@ from itertools import combinations, product
 from operator import attrgetter
 
 from strategies.errors import ProgramError, name_ranks
-from strategies.ir.instruction import Instruction, exchanges
+from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import (
     BUCKET_KINDS,
     CHANNEL_KINDS,
@@ -38,8 +38,7 @@ def verify(program: Program) -> Program:
        are updated, each owner of a stage makes each update.
     7. Where there is one update, a rank's list ends with its STEPs; where there are several, they
        come in turn, and a forward reads the newest, which is as late as the program's updates
-       say. Owners of a stage reduce and gather the same buckets in the same order, and exchanges
-       stand behind the computation that they are inside of.
+       say. Owners of a stage reduce and gather the same buckets in the same order.
     8. The lists end: no deadlock under rendezvous semantics.
 
     Raises:
@@ -73,7 +72,6 @@ def check_rules(program: Program) -> None:
     _ = program.dependencies
     _check_updates(program)
     _check_owners(program)
-    _check_exchanges(program)
 
 
 def _broken(program: Program, rank: int, place: int, text: str, fix: str = "") -> ProgramError:
@@ -84,14 +82,12 @@ def _broken(program: Program, rank: int, place: int, text: str, fix: str = "") -
 _FIELDS = {
     kind: (
         (
-            facts.number in ("microbatch", "layer"), facts.number in ("bucket", "layer"),
-            kind in MESSAGE_KINDS, kind is Kind.OVERLAP,
+            facts.number == "microbatch", facts.number == "bucket", kind in MESSAGE_KINDS,
+            kind is Kind.OVERLAP,
         ),
-        (Kind.F, Kind.B) if kind in MESSAGE_KINDS
-        else (Kind.F, Kind.R, Kind.B) if kind in EXCHANGE_KINDS
-        else (None,),
+        (Kind.F, Kind.B) if kind in MESSAGE_KINDS else (None,),
     )
-    for kind, facts in KINDS.items()
+    for kind, facts in KINDS.items() if kind not in EXCHANGE_KINDS
 }  # fmt: skip
 _KEPT = {Value.GRAPH, Value.INPUT, Value.SAVED_FOR_W}
 _NOT_RUN = {
@@ -119,7 +115,6 @@ def _check_fields(rank: int, item: Instruction) -> None:
             f"{item!r} on rank {rank} is malformed. "
             f"{' '.join(spellings(MICROBATCH_KINDS - {Kind.OVERLAP}))} have a microbatch, "
             "SEND and RECV also a payload (F or B) and a peer, "
-            f"{' and '.join(spellings(EXCHANGE_KINDS))} a pass (F, R or B) and a layer, "
             f"{' and '.join(spellings(BUCKET_KINDS))} a bucket, "
             f"{' and '.join(spellings(STAGE_KINDS))} none of these, "
             "OVERLAP two halves."
@@ -237,9 +232,7 @@ _COLLECTIVE = attrgetter("kind", "stage", "bucket", "version")
 def _check_owners(program: Program) -> None:
     """Buckets without gaps; ranks that share stages meet on their channels in one order."""
     placement = program.placement
-    # Tokens are exchanged between the replicas of one pipeline rank.
-    kinds = CHANNEL_KINDS - EXCHANGE_KINDS
-    collectives = [[item for item in row if item.kind in kinds] for row in program.ranks]
+    collectives = [[item for item in row if item.kind in CHANNEL_KINDS] for row in program.ranks]
     for rank, row in enumerate(collectives):
         found: dict[int, Counter[int]] = {}
         for item in row:
@@ -268,34 +261,3 @@ def _check_owners(program: Program) -> None:
                 f"{sorted(shared)} and must meet on them in the same order, but rank {first} runs "
                 f"{runs}, rank {second} runs {others}."
             )
-
-
-def _check_exchanges(program: Program) -> None:
-    """Exchanges stand behind what they are inside of, in the order in which its layers run.
-
-    All replicas run one list, so theirs then come in one order, too.
-    """
-    found = [item for row in program.ranks for item in row if item.kind in EXCHANGE_KINDS]
-    if not found:
-        return
-    layers = [0] * program.placement.num_stages
-    for item in found:
-        assert item.bucket is not None
-        layers[item.stage] = max(layers[item.stage], item.bucket + 1)
-    for rank, row in enumerate(program.ranks):
-        place = 0
-        while place < len(row):
-            host, place = row[place], place + 1
-            wanted = tuple(exchanges(host, layers)) if host.kind in MICROBATCH_KINDS else ()
-            behind = []
-            while place < len(row) and row[place].kind in EXCHANGE_KINDS:
-                behind.append(row[place])
-                place += 1
-            if tuple(replace(item, after=()) for item in behind) != wanted:
-                text = (
-                    f"behind {host} on rank {rank} stand "
-                    f"{' '.join(map(str, behind)) or 'no exchanges'}, and its layers exchange "
-                    f"tokens as {' '.join(map(str, wanted)) or 'none'}: ranks that share experts "
-                    "would wait for each other."
-                )
-                raise _broken(program, rank, place - 1, text)

@@ -27,7 +27,7 @@ from dataclasses import replace
 from itertools import accumulate, chain
 
 from strategies.errors import PlanError
-from strategies.ir.instruction import Instruction, exchanges, overlap
+from strategies.ir.instruction import Instruction, overlap
 from strategies.ir.kinds import UPDATE_KINDS, Kind
 from strategies.ir.program import Program, Updates, last_gradients
 
@@ -295,23 +295,3 @@ def add_batch_loss(program: Program) -> Program:
     count = sum(item.kind is Kind.F for item in row)
     rows[owners[0]] = (*row[:count], Instruction(Kind.LOSS, last), *row[count:])
     return program.with_ranks(tuple(rows))
-
-
-# --------------------------------------------------------------------------------------- exchanges
-# Where ranks share experts, the tokens of every layer travel inside the computation of a
-# microbatch: attention | DISPATCH | experts | COMBINE, and in a backward the same for gradients.
-
-
-def add_exchanges(program: Program, layers: Sequence[int]) -> Program:
-    """Inserts DISPATCH and COMBINE of every layer with experts behind what they run inside of.
-
-    ``layers`` are per stage: how many of them have experts on other ranks.
-    """
-    if not any(layers):
-        return program
-    return program.with_ranks(
-        tuple(
-            tuple(part for item in row for part in (item, *exchanges(item, layers)))
-            for row in program.ranks
-        )
-    )

@@ -235,7 +235,7 @@ def _durations(engine: Engine, records: Sequence[Any]) -> dict[tuple[Kind, int],
     for record in records:
         start, end = engine.recorder.seconds(record)
         row = record.program.ranks[0]
-        for item, begun, ended in zip(row, start, end, strict=True):
+        for item, begun, ended in zip(row, start, end, strict=False):
             if item.kind in MICROBATCH_KINDS:
                 durations.setdefault((item.kind, item.stage), []).append(ended - begun)
     return durations

@@ -19,15 +19,16 @@ depends on what else runs: see ``events``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs, CostTable
-from strategies.costs.token_exchange import interleave, spans_alone
+from strategies.costs.token_exchange import Span, interleave, spans_alone
 from strategies.errors import CostError, ProgramError
 from strategies.ir.graph import Compute
+from strategies.ir.instruction import exchanges
 from strategies.ir.program import Program
 from strategies.simulator.events import Item, run_events
 
@@ -81,8 +82,6 @@ def unroll(
         )
     table = costs.table(program)
     spans = _spans(program, table, steps=steps, cores=cores)
-    for start, end in spans:
-        _exchange(program, table, start, end)
     return tuple(_timeline(program, table, start, end) for start, end in spans)
 
 
@@ -232,23 +231,19 @@ def _items(program: Program, table: CostTable) -> Sequence[Item]:
     return [items[node] for node in program.graph.order if node in items]
 
 
-def _exchange(program: Program, table: CostTable, start: list[float], end: list[float]) -> None:
+def _exchanged(
+    program: Program, table: CostTable, rank: int, times: Iterable[Span]
+) -> Iterator[Span]:
     """When tokens travel: in the same places of what they are inside of, however long that took."""
-    nodes = program.graph.nodes
-    known: dict[int, tuple[float, list[tuple[float, float]]]] = {}
-    for node, host, duration, number in program.walk.inside:
-        if duration not in known:
-            parts = nodes[host].parts
-            took = [table.of(part) for part in parts]
+    for item, (start, end) in zip(program.ranks[rank], times, strict=True):
+        if count := len(list(exchanges(item, program.exchanges))):
+            parts, took = item.parts, [table.of(part) for part in item.parts]
             computes = table.computes(took, [p.stage for p in parts], [p.kind for p in parts])
-            if len(parts) > 1:
-                known[duration] = interleave(*computes)
-            else:
-                known[duration] = took[0], spans_alone(computes[0])
-        whole, spans = known[duration]
-        longer = (end[host] - start[host]) / whole if whole else 0.0
-        begins, ends = spans[number] if number < len(spans) else (0.0, 0.0)
-        start[node], end[node] = start[host] + longer * begins, start[host] + longer * ends
+            alone = took[0], spans_alone(computes[0])
+            whole, spans = interleave(*computes) if item.halves else alone
+            longer = (end - start) / whole if whole else 0.0
+            for begins, ends in [*spans, *[(0.0, 0.0)] * count][:count]:
+                yield start + longer * begins, start + longer * ends
 
 
 def flat_durations(table: CostTable, fused: Iterable[tuple[int, int]] = ()) -> list[float]:
@@ -263,12 +258,16 @@ def flat_durations(table: CostTable, fused: Iterable[tuple[int, int]] = ()) -> l
 def _timeline(
     program: Program, table: CostTable, start: Sequence[float], end: Sequence[float]
 ) -> Timeline:
-    offsets = program.graph.offsets
-    spans = list(pairwise(offsets))
+    starts, ends = [], []
+    for rank, (low, high) in enumerate(pairwise(program.graph.offsets)):
+        times = zip(start[low:high], end[low:high], strict=True)
+        inside = [*_exchanged(program, table, rank, times)] if program.exchanges else ()
+        starts.append((*start[low:high], *(begun for begun, _ in inside)))
+        ends.append((*end[low:high], *(ended for _, ended in inside)))
     return Timeline(
         program,
-        tuple(tuple(start[low:high]) for low, high in spans),
-        tuple(tuple(end[low:high]) for low, high in spans),
+        tuple(starts),
+        tuple(ends),
         table.time_unit,
         "simulated",
         table.stage_input,

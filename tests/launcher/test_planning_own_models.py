@@ -275,8 +275,7 @@ def test_experts_of_a_traced_model_are_spread_and_their_exchange_is_priced(monke
         program = run.programs.train
         assert simulate(program, run.costs).period == pytest.approx(best.step_time_s, rel=1e-9)
         assert peak_memory_bytes(program, run.costs.table(program)) == best.rank_bytes
-        words = " ".join(str(item) for row in program.ranks for item in row)
-        assert ("DISPATCH" in words) == (ep == 2)
+        assert any(program.exchanges) == (ep == 2)
         found[ep] = best
     assert found[2].peak_bytes < found[1].peak_bytes - 4_000_000
     for ep, shape, fix in ((4, traced, "num_experts=6 of model=my_net. Try ep=3"),

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from strategies.errors import DataError, ModelError
-from strategies.ir.kinds import EXCHANGE_KINDS, MICROBATCH_KINDS
+from strategies.ir.instruction import exchanges
 from strategies.plan import Recompute
 from strategies.runtime.step.recorder import StepRecord
 from tests.ranks.fit import SaveAt, fit, trainer_of
@@ -189,13 +189,15 @@ def train_experts(
 
 def _unseen(record: StepRecord, rank: int) -> list[str]:
     """Exchanges of a rank's last step that were not recorded, or not inside of what has them."""
-    missed, host = [], (0.0, 0.0)
-    stamps = zip(record.program.ranks[rank], record.start, record.end, strict=True)
-    for item, start, end in stamps:
-        if item.kind in MICROBATCH_KINDS:
-            host = start, end
-        elif item.kind in EXCHANGE_KINDS and not host[0] <= start <= end <= host[1]:
-            missed.append(str(item))
+    row, missed = record.program.ranks[rank], []
+    spans = list(zip(record.start, record.end, strict=True))
+    travels = iter(spans[len(row) :])
+    for item, host in zip(row, spans, strict=False):
+        for each in exchanges(item, record.program.exchanges):
+            start, end = next(travels)
+            if not host[0] <= start <= end <= host[1]:
+                missed.append(str(each))
+    assert next(travels, None) is None
     return missed
 
 

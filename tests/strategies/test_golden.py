@@ -34,8 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute=mario": {"recompute": Recompute("mario")},
     "split_backward recompute=full": {"split_backward": True, "recompute": Recompute("full")},
     "exchanges": {"exchanges": LAYERS},
-    "exchanges recompute=full": {"exchanges": LAYERS, "recompute": Recompute("full")},
-    "exchanges split_backward": {"exchanges": LAYERS, "split_backward": True},
     "pairs": {"pairs": True},
     "pairs exchanges overlap=zero1": {"pairs": True, "exchanges": LAYERS, "overlap": "zero1"},
     "loss_over=batch": {"loss_over": "batch"},

@@ -17,11 +17,10 @@ from typing import Any
 
 from strategies.analysis.late_verdict import crossing_receives, verdict_places
 from strategies.heartbeat import PHASE, STATE, WAITING, Phase
-from strategies.ir.instruction import Instruction
+from strategies.ir.instruction import Instruction, exchanges
 from strategies.ir.kinds import (
     BACKWARD_KINDS,
     CHANNEL_KINDS,
-    EXCHANGE_KINDS,
     GRADIENT_KINDS,
     KINDS,
     MICROBATCH_KINDS,
@@ -178,8 +177,6 @@ class Executor:
                 held.reduce(item.bucket)
             elif kind is Kind.GATHER:
                 parts.mains.gather(item.stage, self.gather_started)
-            elif kind in EXCHANGE_KINDS:
-                pass  # The model's layers have exchanged inside of what stands before it.
             else:
                 raise NotImplementedError(f"{item}: the runtime has no {kind.value}")
             if parts.activations is not None:
@@ -243,7 +240,7 @@ class _Route:
 
     row: tuple[Instruction, ...]
     receives: tuple[int, ...]  # places of the RECVs, in order
-    exchanges: dict[int, tuple[tuple[int, ...], ...]]  # place of compute -> of its parts' exchanges
+    exchanges: dict[int, tuple[range, ...]]  # place of compute -> of its parts' exchanges
     release: dict[int, tuple[Instruction, ...]]  # place of a RECV -> SENDs that have arrived then
     awaited: dict[int, tuple[Instruction, ...]]  # place of a SEND -> RECVs of the next compute
     # Each with its kind, what it computes (nothing for messages and collectives), and which of that
@@ -276,21 +273,14 @@ class _Route:
             if item.kind is Kind.REDUCE and not item.after and item.stage in last:
                 # Behind it backwards may follow that add to another update's gradient.
                 arming.add((last[item.stage], item.stage))
-        exchanges: dict[int, tuple[tuple[int, ...], ...]] = {}
-        for place, item in enumerate(row):
-            end = place + 1
-            while end < len(row) and row[end].kind in EXCHANGE_KINDS:
-                end += 1
-            if item.kind in MICROBATCH_KINDS and end > place + 1:
-                behind = range(place + 1, end)
-                whose = [(part.stage, part.microbatch) for part in item.parts]
-                exchanges[place] = tuple(
-                    tuple(p for p in behind if (row[p].stage, row[p].microbatch) == one)
-                    for one in whose
-                )
+        inside: dict[int, tuple[range, ...]] = {}
+        end = len(row)
+        for place, item in enumerate(row if program.exchanges else ()):
+            counts = (len(list(exchanges(part, program.exchanges))) for part in item.parts)
+            inside[place] = tuple(range(end, end := end + count) for count in counts)
         return cls(
             row=row,
-            exchanges=exchanges,
+            exchanges=inside,
             receives=tuple(p for p, item in enumerate(row) if item.kind is Kind.RECV),
             release=release_points(program, rank),
             awaited=_awaited(row),
@@ -306,7 +296,7 @@ class _Route:
             channel={
                 (item.stage, item.bucket): place
                 for place, item in enumerate(row)
-                if item.kind in CHANNEL_KINDS - EXCHANGE_KINDS
+                if item.kind in CHANNEL_KINDS
             },
             last_forward=last_forward,
             recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from strategies.errors import by_host, name_ranks
 from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import CHANNEL_KINDS, EXCHANGE_KINDS, MESSAGE_KINDS
+from strategies.ir.kinds import CHANNEL_KINDS, MESSAGE_KINDS
 from strategies.ir.program import Program
 from strategies.ir.text import spoken
 from strategies.runtime.messages.mesh import Coordinates
@@ -68,9 +68,6 @@ def _others(item: Instruction, program: Program, where: Coordinates) -> tuple[in
         assert item.microbatch is not None
         peer = program.placement.rank_of(item.peer, item.microbatch)
         return (where.global_rank(peer, where.dp_rank),)
-    if item.kind in EXCHANGE_KINDS:
-        here = where.global_rank(where.pp_rank, where.dp_rank)
-        return tuple(rank for rank in where.exchangers() if rank != here)
     if item.kind in CHANNEL_KINDS:
         owners = where.replicas(program.placement.owners(item.stage))
         return tuple(

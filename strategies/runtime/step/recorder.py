@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from strategies.analysis.timeline import Timeline
+from strategies.analysis.timeline import Timeline, inside
 from strategies.ir.kinds import MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.runtime.messages.exchange import Exchange
@@ -48,7 +48,7 @@ class Anchor(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """One rank's stamps of one step, in list order; 0 where nothing was stamped."""
+    """One rank's stamps of one step as in a ``Timeline``; 0 where nothing was stamped."""
 
     step: int
     program: Program
@@ -89,7 +89,7 @@ class Recorder:
         return self._cuda_stamp if self.device.type == "cuda" else time.perf_counter
 
     def begin(self, step: int, program: Program, place: Place | None = None) -> StepRecord:
-        length = len(program.ranks[self.rank])
+        length = len(program.ranks[self.rank]) + len(inside(program, self.rank))
         self.current = StepRecord(
             step, program, [0.0] * length, [0.0] * length, time.perf_counter(), place=place
         )
@@ -163,10 +163,10 @@ class Recorder:
         row = record.program.ranks[self.rank]
         computed = [
             (s, e)
-            for item, s, e in zip(row, start, end, strict=True)
+            for item, s, e in zip(row, start, end, strict=False)
             if item.kind in MICROBATCH_KINDS
         ]
-        reduced = [e for item, e in zip(row, end, strict=True) if item.kind is Kind.REDUCE and e]
+        reduced = [e for item, e in zip(row, end, strict=False) if item.kind is Kind.REDUCE and e]
         begun, finished = record.begun, record.finished
         if record.anchor is not None:
             begun = min((s for s in start if s), default=begun)

@@ -1,18 +1,20 @@
-"""DISPATCH and COMBINE: where they stand, what they take, and what is no order of theirs."""
+"""Exchanges of tokens inside of computations: which there are, and when they travel."""
 
 from dataclasses import dataclass, replace
 
 import pytest
 
 from strategies.analysis.bounds import lower_bound
+from strategies.analysis.timeline import inside
 from strategies.compiler import compile_plan
 from strategies.costs.table import CostTable
 from strategies.costs.token_exchange import Exchange
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import ProgramError
+from strategies.ir.instruction import exchanges
 from strategies.ir.kinds import EXCHANGE_KINDS, Kind
+from strategies.ir.text import parse_instruction
 from strategies.ir.verify import verify
-from strategies.passes.updates import add_exchanges
 from strategies.plan import NO_RECOMPUTE, Plan, Recompute
 from strategies.simulator.engine import simulate, unroll
 
@@ -43,24 +45,17 @@ def compiled(schedule="1f1b", *, pairs=False, recompute=NO_RECOMPUTE, num_microb
     return compile_plan(plan)
 
 
-def behind(row, text):
-    place = next(i for i, item in enumerate(row) if str(item) == text)
-    found = []
-    for item in row[place + 1 :]:
-        if item.kind not in EXCHANGE_KINDS:
-            break
-        found.append(str(item))
-    return found
+def inside_of(program, rank, text):
+    item = next(item for item in program.ranks[rank] if str(item) == text)
+    return " ".join(map(str, exchanges(item, program.exchanges)))
 
 
 def test_each_layer_with_experts_sends_and_gets_back_inside_forward_and_backward():
-    row = compiled().train.ranks[0]
-    assert (
-        " ".join(behind(row, "0F0")) == "0DISPATCH_F0.0 0COMBINE_F0.0 0DISPATCH_F0.1 0COMBINE_F0.1"
-    )
-    assert (
-        " ".join(behind(row, "0B0")) == "0DISPATCH_B0.1 0COMBINE_B0.1 0DISPATCH_B0.0 0COMBINE_B0.0"
-    )
+    program = compiled().train
+    forth = "0DISPATCH_F0.0 0COMBINE_F0.0 0DISPATCH_F0.1 0COMBINE_F0.1"
+    back = "0DISPATCH_B0.1 0COMBINE_B0.1 0DISPATCH_B0.0 0COMBINE_B0.0"
+    assert inside_of(program, 0, "0F0") == forth
+    assert inside_of(program, 0, "0B0") == back
 
 
 @pytest.mark.parametrize("schedule", ["zb_v", "dualpipe", "foldx_fifo", "interleaved_1f1b"])
@@ -72,37 +67,35 @@ def test_every_program_of_any_schedule_has_them(schedule):
         computed = sum(
             part.kind in (Kind.F, Kind.B, Kind.I) for item in items for part in item.parts
         )
-        assert sum(item.kind in EXCHANGE_KINDS for item in items) == 2 * computed
+        assert sum(len(inside(program, rank)) for rank in range(2)) == 2 * computed
 
 
 def test_a_forward_that_is_run_again_exchanges_again():
-    row = compiled(recompute=Recompute("full")).train.ranks[1]
-    assert behind(row, "1R0") == ["1DISPATCH_R0.0", "1COMBINE_R0.0"]
+    program = compiled(recompute=Recompute("full")).train
+    assert inside_of(program, 1, "1R0") == "1DISPATCH_R0.0 1COMBINE_R0.0"
 
 
-def test_ranks_that_would_wait_for_each_other_are_refused():
+def test_they_are_no_instructions_of_a_program():
     program = compiled().train
-    row = list(program.ranks[0])
-    place = next(i for i, item in enumerate(row) if item.kind is Kind.DISPATCH)
-    swapped = [*row[:place], row[place + 1], row[place], *row[place + 2 :]]
-    for wrong in (swapped, row[:place] + row[place + 1 :]):
-        with pytest.raises(ProgramError, match="behind 0F0 on rank 0 stand"):
-            verify(program.with_ranks((tuple(wrong), *program.ranks[1:])))
-    with pytest.raises(ProgramError, match="behind 0F0 on rank 0 stand"):
-        misplaced = [replace(i, payload=Kind.R) if i is row[place] else i for i in row]
-        verify(program.with_ranks((tuple(misplaced), *program.ranks[1:])))
+    first, *others = program.ranks
+    wrong = (*inside(program, 0)[:1], *first)
+    with pytest.raises(ProgramError, match="on rank 0 is malformed"):
+        verify(program.with_ranks((wrong, *others)))
+    with pytest.raises(ProgramError, match="is not an instruction"):
+        parse_instruction("0DISPATCH_F0.0")
 
 
-def test_without_experts_elsewhere_a_program_stays_what_it_is():
+def test_without_experts_elsewhere_a_program_has_none():
     program = compile_plan(Plan("1f1b", pp=2, num_microbatches=2)).train
-    assert add_exchanges(program, (0, 0)) is program
+    assert inside(program, 0) == ()
 
 
 @pytest.mark.parametrize("cores", [None, 1.0])
 def test_tokens_travel_between_attention_and_experts(cores):
     program = compiled(num_microbatches=2).train
     timeline = simulate(program, Exchanging(), cores=cores)
-    events = {str(event.instruction): event for event in timeline.events(0)}
+    seen = (*timeline.events(0), *timeline.exchanges(0))
+    events = {str(event.instruction): event for event in seen}
     host = events["0F0"]
     # 0.25 attention, 0.1 away, 0.25 experts, 0.1 back; twice. Slower where a core is shared.
     longer = (host.end - host.start) / 1.4
@@ -120,7 +113,9 @@ def test_in_a_pair_tokens_travel_under_the_compute_of_the_other_half():
     assert took[1] < 17 * 3.0 * 1.06
     timeline = unroll(pairs.train, costs, steps=1)[0]
     for rank in range(2):
-        spans = [e for e in timeline.events(rank) if e.instruction.kind in EXCHANGE_KINDS]
+        spans = list(timeline.exchanges(rank))
+        assert spans
+        assert all(event.instruction.kind in EXCHANGE_KINDS for event in spans)
         assert all(event.end - event.start == pytest.approx(0.1) for event in spans)
         begun, ended = (sorted(times) for times in zip(*(e[2:] for e in spans), strict=True))
         assert all(b >= e - 1e-9 for b, e in zip(begun[1:], ended[:-1], strict=True))
