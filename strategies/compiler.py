@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from strategies.analysis.memory import peak_memory_bytes
-from strategies.costs.table import Costs, CostTable
+from strategies.costs.table import Costs
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import DeadlockError, PlanError, ProgramError
 from strategies.ir.instruction import Instruction
@@ -53,12 +53,22 @@ from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import given_group
 from strategies.schedules.search.best_order import equal_durations
 
-_HALVES = attrgetter("halves")  # read from hundreds of thousands of instructions
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Programs are many tuples without a cycle: the collector would walk them for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The three programs of one plan: same order, lowered and verified.
+    """The programs of one plan: same order, lowered and verified.
 
     Simulations, plans and pictures need the first; the others are made when they are first used.
 
@@ -71,29 +81,28 @@ class Programs:
 
     train: Program
     choice: GroupChoice | None
-    _updates: Program  # ``train`` before it was lowered.
-    _plan: Plan
+    _batch: Program  # One batch with its update, before it was lowered.
+    _costs: Costs | None
     stream: StreamSteps | None = None
 
     @cached_property
     def alone(self) -> Program:
         """One batch by itself, from an empty pipeline to an empty one, with its update."""
-        if self.stream is None:
-            return self.train
-        with no_collection():
-            return _lowered(self._updates, self._plan)
+        return self.train if self.stream is None else self._lowered(self._batch)
 
     @cached_property
     def accumulate(self) -> Program:
         """Gradients only, for all but the last batch under gradient accumulation."""
-        with no_collection():
-            return _lowered(verify(accumulate_only(self._updates)), self._plan)
+        return self._lowered(verify(accumulate_only(self._batch)))
 
     @cached_property
     def forward(self) -> Program:
         """Forwards only, for validation, test and prediction."""
-        with no_collection():
-            return _lowered(verify(forward_only(self._updates)), self._plan)
+        return self._lowered(verify(forward_only(self._batch)))
+
+    @no_collection()
+    def _lowered(self, program: Program) -> Program:
+        return verify(lower(program, self._costs))
 
     @property
     def every(self) -> tuple[Program, ...]:
@@ -107,62 +116,52 @@ class Programs:
 
 
 @lru_cache(maxsize=256)
-def compile_plan(plan: Plan) -> Programs:
+@no_collection()
+def compile_plan(plan: Plan, num_microbatches: int | None = None) -> Programs:
     """Makes and verifies all programs of a plan.
+
+    Args:
+        plan: What is compiled.
+        num_microbatches: For a batch that gives fewer than the plan's (a short last one).
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule (a user's own, say) made a program that cannot run.
     """
-    with no_collection():
-        choice = None
-        if schedule_of(plan).chooses_group and plan.group is None:
-            choice = _choose_group(plan)
-            plan = replace(plan, group=choice.group)
-        if not schedule_of(plan).synchronous:
-            return _streamed(plan)
-        return replace(_programs(compile_compute(plan), plan), choice=choice)
-
-
-@lru_cache(maxsize=256)
-def compile_short(plan: Plan, num_microbatches: int) -> Programs:
-    """The plan's programs for a batch that gives fewer microbatches (a short last one)."""
-    choice = compile_plan(plan).choice
-    if choice is not None:
+    schedule, choice, short = schedule_of(plan), None, num_microbatches is not None
+    if schedule.chooses_group and plan.group is None:
+        choice = compile_plan(plan).choice if short else _choose_group(plan)
+        assert choice is not None
         plan = replace(plan, group=choice.group)
-    with no_collection():
-        compute = compile_compute(plan)
-        return _programs(verify(first_microbatches(compute, num_microbatches)), plan)
+    compute = compile_compute(plan)
+    if num_microbatches is not None:
+        compute = verify(first_microbatches(compute, num_microbatches))
+    elif not schedule.synchronous:
+        return _streamed(compute, plan)
+    batch = _train(compute, plan)
+    train = verify(lower(batch, plan.costs))
+    _ = train.walk  # Derived once, here: replaying it is what searches do in a loop.
+    return Programs(train, choice, batch, plan.costs)
 
 
-def compile_compute(plan: Plan) -> Program:
-    """The schedule's bare order: compute only, verified, no messages.
+def compile_compute(plan: Plan, *, stream: int | None = None) -> Program:
+    """The schedule's order with recomputation and split backwards, verified; compute only.
+
+    Args:
+        plan: What is compiled.
+        stream: Without a flush, for so many microbatches, with the updates between them.
 
     Raises:
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    return _compute(plan)
-
-
-def _updates(plan: Plan) -> Updates | None:
-    """Without a flush: when the weights are updated."""
-    updates = schedule_of(plan).updates
-    if updates is None:
-        return None
-    return replace(updates(resolve_shape(plan)), feeds_back=plan.error_feedback > 0)
-
-
-def _compute(plan: Plan, stream: int | None = None) -> Program:
-    """As ``compile_compute``; of a ``stream``, so many microbatches without a flush."""
-    compute, durations = _ordered(plan, stream)
+    compute = _ordered(plan, stream)
     updates = _updates(plan)
     if stream is not None:
         compute = replace(compute, updates=updates)
-    _check_compute_only(compute)
-    verify(compute)
+    _check_compute(compute)
     if plan.split_backward:
-        compute = verify(split_backward(compute, durations or equal_durations(compute.placement)))
+        compute = verify(split_backward(compute, _durations(plan, compute)))
     if plan.recompute.rewrites:
         compute = add_recompute(
             _paired(compute, plan),
@@ -176,18 +175,27 @@ def _compute(plan: Plan, stream: int | None = None) -> Program:
     return compute
 
 
+@no_collection()
 def order_compute(plan: Plan) -> Program:
     """The schedule's bare order without a check, for searches that look at dozens of them.
 
     What is chosen is compiled and verified like any plan. Neither ``split_backward`` nor
     ``recompute`` of the plan are applied; fused pairs are taken apart unless they gain.
     """
-    with no_collection():
-        compute, _ = _ordered(plan)
-        if plan.pairs:
-            return fuse_pairs(compute)
-        pairs = any(any(map(_HALVES, row)) for row in compute.ranks)
-        return separate_pairs(compute) if pairs and not _pairs_gain(plan, compute) else compute
+    compute = _ordered(plan)
+    if plan.pairs:
+        return fuse_pairs(compute)
+    pairs = any(any(map(_HALVES, row)) for row in compute.ranks)
+    return separate_pairs(compute) if pairs and not _pairs_gain(plan, compute) else compute
+
+
+def lower(program: Program, costs: Costs | None) -> Program:
+    """With messages."""
+    # Without a flush the places of messages repeat, whatever these cost.
+    table = None if costs is None or program.updates is not None else costs.table(program)
+    if table is not None and table.transport == "rendezvous":
+        return order_for_rendezvous(program, table)
+    return add_messages(program, table)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -225,41 +233,21 @@ def compile_program(
         PlanError: The plan breaks a rule of its schedule.
         ProgramError: The schedule made a program that cannot run.
     """
-    check_keywords(compile_program, locals())
+    given: dict[str, Any] = locals()
+    check_keywords(compile_program, given)
+    found = find_schedule(schedule, file=file, pp=pp)
     if num_microbatches is None:
-        num_microbatches = find_schedule(schedule, file=file, pp=pp).num_microbatches or 1
-    plan = Plan(
-        schedule,
-        pp,
-        num_microbatches,
-        stages_per_rank,
-        given_group(group, find_schedule(schedule, file=file, pp=pp)),
-        overlap,
-        buckets,
-        split_backward=split_backward,
-        costs=costs,
-        file=file,
-        recompute=recompute,
-        vertical_sync=vertical_sync,
-        error_feedback=error_feedback,
-    )
-    return compile_plan(plan).train
+        given["num_microbatches"] = found.num_microbatches or 1
+    return compile_plan(Plan(**given | {"group": given_group(group, found)})).train
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Programs are many tuples without a cycle: the collector would walk them for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+# -------------------------------------------------------------------------------------- the order
+
+_HALVES = attrgetter("halves")  # read from hundreds of thousands of instructions
 
 
-def _ordered(plan: Plan, stream: int | None = None) -> tuple[Program, Durations | None]:
-    """The schedule's order, and the durations that it was made for."""
+def _ordered(plan: Plan, stream: int | None = None) -> Program:
+    """What the schedule returns, unchecked."""
     schedule = schedule_of(plan)
     shape = resolve_shape(plan)
     if stream is not None:
@@ -271,9 +259,8 @@ def _ordered(plan: Plan, stream: int | None = None) -> tuple[Program, Durations 
     draft = Program(
         schedule.name, placement, shape.num_microbatches, rows, links, exchanges=plan.exchanges
     )
-    durations = None if plan.costs is None else _durations(plan.costs.table(draft))
-    if schedule.cost_aware:
-        shape = replace(shape, durations=durations)
+    if schedule.cost_aware and plan.costs is not None:
+        shape = replace(shape, durations=_durations(plan, draft))
     rows = schedule.order(shape) if plan.file is not None else _order(schedule, shape)
     if not isinstance(rows, list | tuple) or not all(isinstance(r, list | tuple) for r in rows):
         raise ProgramError(
@@ -281,7 +268,7 @@ def _ordered(plan: Plan, stream: int | None = None) -> tuple[Program, Durations 
             f"{placement.num_ranks} tuples."
         )
     ordered = draft.with_ranks(tuple(map(tuple, rows)))
-    return (_for_batch_loss(ordered, plan) if plan.loss_over == "batch" else ordered), durations
+    return _for_batch_loss(ordered, plan) if plan.loss_over == "batch" else ordered
 
 
 @lru_cache(maxsize=32)
@@ -290,11 +277,17 @@ def _order(schedule: Schedule, shape: Shape) -> Rows:
     return schedule.order(shape)
 
 
+def _durations(plan: Plan, program: Program) -> Durations:
+    if plan.costs is None:
+        return equal_durations(program.placement)
+    table = plan.costs.table(program)
+    latency = max(table.hops, default=0.0)
+    return Durations(table.forward, table.backward_input, table.backward_weight, latency)
+
+
 def _for_batch_loss(program: Program, plan: Plan) -> Program:
     """The order in which the loss can stand behind all forwards; a user's own stays as it is."""
-    _check_compute_only(program)
-    verify(program)
-    moved = forwards_first(program)
+    moved = forwards_first(_check_compute(program))
     if plan.file is not None and moved.ranks != program.ranks:
         raise PlanError(
             f"loss_over=batch: schedule.file={plan.file.name} has backwards before the last "
@@ -302,6 +295,35 @@ def _for_batch_loss(program: Program, plan: Plan) -> Program:
             "rank's forwards first, or try loss_over=microbatch."
         )
     return moved
+
+
+def _check_compute(program: Program) -> Program:
+    """``verify``, of a schedule's order."""
+    for rank, row in enumerate(program.ranks):
+        for item in row:
+            if isinstance(item, Instruction) and item.kind not in MICROBATCH_KINDS:
+                raise ProgramError(
+                    f"{program.schedule}: rank {rank} has {item}. A schedule orders forwards and "
+                    "backwards; the compiler adds messages, reductions and optimizer steps. Leave "
+                    "them out."
+                )
+    return verify(program)
+
+
+def _choose_group(plan: Plan) -> GroupChoice:
+    costs = plan.costs or UniformCosts()
+    if plan.recompute.policy in ("mario", "optimal"):
+        # These passes search; the groups differ in what they are applied to.
+        plan = replace(plan, recompute=NO_RECOMPUTE)
+
+    def build(group: int) -> Program:
+        return lower(_train(compile_compute(replace(plan, group=group)), plan), costs)
+
+    groups = group_candidates(min(plan.pp, plan.num_microbatches), plan.num_microbatches)
+    return choose_group(groups, build, costs, memory_bytes=plan.memory_bytes)
+
+
+# ------------------------------------------------------------------------- pairs, loss and updates
 
 
 def _train(compute: Program, plan: Plan) -> Program:
@@ -339,26 +361,30 @@ def _pairs_gain(plan: Plan, compute: Program) -> bool:
     return plan.costs is not None and plan.costs.table(compute).fused < 1.0
 
 
-def _programs(compute: Program, plan: Plan) -> Programs:
-    train = _train(compute, plan)
-    lowered = _lowered(train, plan)
-    _ = lowered.walk  # Derived once, here: replaying it is what searches do in a loop.
-    return Programs(lowered, None, train, plan)
+def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:
+    """Bytes per rank at its worst moment, once there are updates and messages."""
+    assert plan.costs is not None
+    train = lower(_train(compute, plan), plan.costs)
+    return peak_memory_bytes(train, plan.costs.table(train))
 
 
-def _lowered(program: Program, plan: Plan) -> Program:
-    return verify(_lower(program, plan.costs))
+def _updates(plan: Plan) -> Updates | None:
+    """Without a flush: when the weights are updated."""
+    updates = schedule_of(plan).updates
+    if updates is None:
+        return None
+    return replace(updates(resolve_shape(plan)), feeds_back=plan.error_feedback > 0)
 
 
-def _streamed(plan: Plan) -> Programs:
+def _streamed(compute: Program, plan: Plan) -> Programs:
     """Of a schedule without a flush: as many batches as show how it begins, goes on and ends."""
     updates, gathers = _updates(plan), plan.overlap == "zero1"
     assert updates is not None
-    batch = verify(_train(compile_compute(plan), plan))
+    batch = verify(_train(compute, plan))
     count = num_batches(updates, gathers=gathers) * updates.per_step
-    over = partial(_stream, plan, _compute(plan, count))
+    over = partial(_stream, plan, compile_compute(plan, stream=count))
     steps = StreamSteps(verify(over(count)), first_steady(updates, gathers=gathers), over)
-    return Programs(steps.program, None, batch, plan, steps)
+    return Programs(steps.program, None, batch, plan.costs, steps)
 
 
 def _stream(plan: Plan, compute: Program, count: int, begun: int = 0) -> Program:
@@ -366,48 +392,4 @@ def _stream(plan: Plan, compute: Program, count: int, begun: int = 0) -> Program
     assert compute.updates is not None
     updates = replace(compute.updates, begun=begun)
     compute = replace(first_microbatches(compute, count), updates=updates)
-    return _lower(_train(compute, plan), plan.costs)
-
-
-def _held(compute: Program, plan: Plan) -> tuple[int | None, ...]:
-    """Bytes per rank at its worst moment, once there are updates and messages."""
-    assert plan.costs is not None
-    train = _lower(_train(compute, plan), plan.costs)
-    return peak_memory_bytes(train, plan.costs.table(train))
-
-
-def _lower(program: Program, costs: Costs | None) -> Program:
-    # Without a flush the places of messages repeat, whatever these cost.
-    table = None if costs is None or program.updates is not None else costs.table(program)
-    if table is not None and table.transport == "rendezvous":
-        return order_for_rendezvous(program, table)
-    return add_messages(program, table)
-
-
-def _choose_group(plan: Plan) -> GroupChoice:
-    costs = plan.costs or UniformCosts()
-    if plan.recompute.policy in ("mario", "optimal"):
-        # These passes search; the groups differ in what they are applied to.
-        plan = replace(plan, recompute=NO_RECOMPUTE)
-
-    def build(group: int) -> Program:
-        return _lower(_train(compile_compute(replace(plan, group=group)), plan), costs)
-
-    groups = group_candidates(min(plan.pp, plan.num_microbatches), plan.num_microbatches)
-    return choose_group(groups, build, costs, memory_bytes=plan.memory_bytes)
-
-
-def _check_compute_only(program: Program) -> None:
-    for rank, row in enumerate(program.ranks):
-        for item in row:
-            if isinstance(item, Instruction) and item.kind not in MICROBATCH_KINDS:
-                raise ProgramError(
-                    f"{program.schedule}: rank {rank} has {item}. A schedule orders forwards and "
-                    "backwards; the compiler adds messages, reductions and optimizer steps. Leave "
-                    "them out."
-                )
-
-
-def _durations(table: CostTable) -> Durations:
-    latency = max(table.hops, default=0.0)
-    return Durations(table.forward, table.backward_input, table.backward_weight, latency)
+    return lower(_train(compute, plan), plan.costs)

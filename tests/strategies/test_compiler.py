@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
-from strategies.compiler import compile_compute, compile_plan, compile_short
+from strategies.compiler import compile_compute, compile_plan
 from strategies.errors import PlanError
 from strategies.ir import Kind, verify
 from strategies.ir.kinds import MICROBATCH_KINDS
@@ -114,7 +114,7 @@ def test_buckets_are_given_per_stage():
 
 
 def test_a_short_batch_gets_a_program_of_its_own():
-    short = compile_short(Plan("1f1b", 2, 8, buckets=2), 3)
+    short = compile_plan(Plan("1f1b", 2, 8, buckets=2), 3)
     assert short.train.ranks == compile_plan(Plan("1f1b", 2, 3, buckets=2)).train.ranks
     assert len(short.forward.ranks[0]) == 6
 
@@ -122,7 +122,7 @@ def test_a_short_batch_gets_a_program_of_its_own():
 @pytest.mark.parametrize("count", range(1, 8))
 @pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"custom"}))
 def test_a_short_batch_runs_whatever_number_its_schedule_asks_for(schedule, count):
-    short = compile_short(Plan(schedule, 2, 8), count)
+    short = compile_plan(Plan(schedule, 2, 8), count)
     for program in (short.train, short.accumulate, short.forward):
         assert program.num_microbatches == count
         assert verify(program) is program

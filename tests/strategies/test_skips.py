@@ -7,7 +7,7 @@ import pytest
 from launcher.report.ascii import draw
 from launcher.report.html import Panel
 from launcher.report.predicted import trace_json
-from strategies.compiler import compile_plan, compile_short
+from strategies.compiler import compile_plan
 from strategies.costs.uniform import UniformCosts
 from strategies.ir.kinds import Kind
 from strategies.ir.text import format_rows
@@ -30,7 +30,7 @@ def plan(schedule: str, **more) -> Plan:
 @pytest.mark.parametrize("schedule", NAMES)
 def test_each_skip_is_a_message_of_its_own_both_ways(schedule: str, transport: str) -> None:
     given = plan(schedule, transport=transport)
-    for programs, role in ((compile_plan(given), "train"), (compile_short(given, 3), "train")):
+    for programs, role in ((compile_plan(given), "train"), (compile_plan(given, 3), "train")):
         program = getattr(programs, role)
         rank_of = program.placement.rank_of
         found = {

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils._pytree import TreeSpec
 
-from strategies.compiler import compile_short
+from strategies.compiler import compile_plan
 from strategies.errors import DataError, ModelError
 from strategies.heartbeat import Phase
 from strategies.ir.program import Program
@@ -101,7 +101,7 @@ class RankPasses(RankWeights):
         full = count == self.plan.num_microbatches
         if not full and options.mode == "train" and options.batch_idx == 0:
             self._tell_short(count)
-        programs = self.programs if full else compile_short(self.plan, count)
+        programs = self.programs if full else compile_plan(self.plan, count)
         if options.mode != "train" or not backward:
             program = programs.forward
         else:

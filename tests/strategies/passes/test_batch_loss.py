@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from strategies.analysis.memory import peak_activations
-from strategies.compiler import compile_plan, compile_short
+from strategies.compiler import compile_plan
 from strategies.costs.uniform import UniformCosts
 from strategies.errors import PlanError, ProgramError
 from strategies.ir import verify
@@ -41,7 +41,7 @@ def test_forward_programs_end_with_it_and_accumulation_has_it() -> None:
     for program in programs.every:
         found = [str(item) for row in program.ranks for item in row if item.kind is Kind.LOSS]
         assert found == ["3LOSS"]
-    short = compile_short(Plan("zb_v", 2, 4, loss_over="batch"), 3).train
+    short = compile_plan(Plan("zb_v", 2, 4, loss_over="batch"), 3).train
     place = [str(item) for item in short.ranks[0]].index("3LOSS")
     assert {str(item) for item in short.ranks[0][:place]} >= {"3F0", "3F1", "3F2"}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.compiler import compile_plan, compile_short
+from strategies.compiler import compile_plan
 from strategies.errors import PlanError, ProgramError
 from strategies.ir import Program, verify
 from strategies.ir.kinds import Kind
@@ -78,7 +78,7 @@ def test_every_schedule_verifies_with_sharded_weights(schedule, pp, microbatches
         programs = compile_plan(plan)
     except PlanError:  # The schedule has another rule for the numbers.
         return
-    for program in (programs.train, programs.accumulate, compile_short(plan, 3).train):
+    for program in (programs.train, programs.accumulate, compile_plan(plan, 3).train):
         for rank, row in enumerate(program.ranks):
             stages = program.placement.stages_of(rank)
             ahead = row[: len(stages)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launcher.report.predicted import compute_csv
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
-from strategies.compiler import compile_plan, compile_short, schedule_of
+from strategies.compiler import compile_plan, schedule_of
 from strategies.errors import PipelineError, PlanError, ProgramError
 from strategies.ir.kinds import MICROBATCH_KINDS
 from strategies.ir.program import Placement, bidirectional, loop, v
@@ -263,7 +263,7 @@ def test_a_file_and_the_name_custom_belong_together():
 def test_a_short_last_batch_leaves_the_later_microbatches_out():
     plan = Plan("custom", 2, 2, file=own(PLAIN))
     assert schedule_of(plan).num_microbatches == 2
-    assert compute_texts(compile_short(plan, 1).train) == ["0F0 0B0", "1F0 1B0"]
+    assert compute_texts(compile_plan(plan, 1).train) == ["0F0 0B0", "1F0 1B0"]
 
 
 def test_a_plan_with_a_file_is_hashable_and_hides_the_text():

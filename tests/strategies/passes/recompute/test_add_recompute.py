@@ -6,7 +6,7 @@ import pytest
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_memory_bytes
-from strategies.compiler import compile_plan, compile_short
+from strategies.compiler import compile_plan
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.hardware import Hardware
 from strategies.costs.load import Load
@@ -91,7 +91,7 @@ def test_the_forward_program_recomputes_nothing_and_the_others_alike():
 
 def test_a_short_batch_keeps_what_is_recomputed():
     plan = Plan("1f1b", 2, 4, recompute=Recompute("full"))
-    short = compile_short(plan, 3).train
+    short = compile_plan(plan, 3).train
     assert recomputed_pairs(short) == {(s, m) for s in range(2) for m in range(3)}
 
 
