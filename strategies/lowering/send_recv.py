@@ -71,7 +71,7 @@ def place_messages(
                 time = float("inf")
             elif not turn:
                 time = end[node]
-            seen = localize_edges(item, placement) if item.after and flushes else item
+            seen = localize_edges(item, placement)
             events[rank].append(((time, turn, node, 0), seen))
             node += 1
     for transfer in program.transfers:

@@ -132,12 +132,13 @@ class StreamSteps:
         before = self.updates_before(number)
 
         def labelled(item: Instruction) -> Instruction:
-            if item.microbatch is not None:
-                return replace(item, microbatch=item.microbatch % self.num_labels, version=None)
-            assert item.version is not None
             # A reduction that waits for its edge is not begun inside the backward before it, which
             # may be one of the next update.
             after = tuple(map(labelled, item.after))
+            if item.microbatch is not None:
+                label = item.microbatch % self.num_labels
+                return replace(item, microbatch=label, version=None, after=after)
+            assert item.version is not None
             return replace(item, version=item.version - before, after=after)
 
         ranks = tuple(tuple(map(labelled, row)) for row in rows)

@@ -61,6 +61,21 @@ def test_forwards_that_run_again_are_those_of_one_batch():
     assert measure(simulate(program, costs), costs).recomputed == 4
 
 
+def test_a_forward_that_runs_again_waits_for_its_gradients_message_in_each_step():
+    stream = compile_plan(Plan("pipedream_2bw", 3, 3, recompute=Recompute("full"))).stream
+    assert stream is not None
+    parts = stream.drain(stream.first_steady)
+    for program in (*map(stream.step, range(stream.first_steady + stream.cycle)), *parts):
+        for row in program.ranks[:-1]:
+            seen = []
+            for item in row:
+                if item.kind is Kind.R:
+                    here = f"{item.stage}RECV_B{item.microbatch}<{item.stage + 1}"
+                    assert [*map(str, item.after)] == [here]
+                    assert here in seen
+                seen.append(str(item))
+
+
 def test_a_step_takes_what_zero_bubbles_promise_and_no_flush_gets():
     def period(schedule):
         program = compile_program(schedule=schedule, pp=4, num_microbatches=4)
