@@ -30,7 +30,7 @@ from launcher.workloads.model_share import (
     vocabulary_note,
 )
 from launcher.workloads.traced_shape import TracedShape, stage_handing
-from strategies.analysis.late_verdict import keeping_updates, pays
+from strategies.analysis.late_verdict import post_validation_pays, with_undo_buffers
 from strategies.analysis.memory import peak_memory
 from strategies.compiler import Programs, compile_plan
 from strategies.costs.analytic import AnalyticCosts
@@ -227,11 +227,11 @@ def resolve(
     if config.mode in ("train", "validate"):
         _refuse_versions(config, plan, programs)
     if config.mode not in ("simulate", "plan"):
-        _ = programs.every  # What ranks may come to run is proven before one of them starts.
+        _ = programs.all  # What ranks may come to run is proven before one of them starts.
     by_hand = config.schedule.units_per_stage or config.schedule.layers_per_stage
     late = _post_validation(config, programs, costs, plan.memory_bytes, opaque=opaque)
     if late is True:
-        costs = keeping_updates(costs)
+        costs = with_undo_buffers(costs)
     return Run(
         config=config,
         dp=dp,
@@ -271,7 +271,7 @@ def _post_validation(
         return False  # A prediction is of what was asked for.
     if opaque:
         return "auto"
-    return pays(simulate(programs.train, costs), costs, memory_bytes=room)
+    return post_validation_pays(simulate(programs.train, costs), costs, memory_bytes=room)
 
 
 def rank_capacity(config: LaunchConfig, dp: int) -> Capacity:

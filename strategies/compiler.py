@@ -27,7 +27,7 @@ from strategies.ir.program import Boundary, Program, Updates, chain
 from strategies.ir.verify import verify
 from strategies.keyword_types import check_keywords
 from strategies.lowering.send_recv import add_messages, order_for_rendezvous
-from strategies.lowering.steps import StreamSteps, first_steady, label_period, num_batches
+from strategies.lowering.steps import StreamSteps, first_steady, num_batches, slots_per_cycle
 from strategies.passes.group_choice import GroupChoice, choose_group, group_candidates
 from strategies.passes.recompute.add_recompute import add_recompute
 from strategies.passes.split_backward import split_backward
@@ -50,7 +50,7 @@ from strategies.plan import (
 )
 from strategies.rules import check
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
-from strategies.schedules.schedule import given_group
+from strategies.schedules.schedule import parse_group
 from strategies.schedules.search.best_order import equal_durations
 
 
@@ -86,7 +86,7 @@ class Programs:
     stream: StreamSteps | None = None
 
     @cached_property
-    def alone(self) -> Program:
+    def single_batch(self) -> Program:
         """One batch by itself, from an empty pipeline to an empty one, with its update."""
         return self.train if self.stream is None else self._lowered(self._batch)
 
@@ -105,13 +105,13 @@ class Programs:
         return verify(lower(program, self._costs))
 
     @property
-    def every(self) -> tuple[Program, ...]:
+    def all(self) -> tuple[Program, ...]:
         """All that may run, proven: what has to hold before the first step.
 
         Raises:
             ProgramError: One of them cannot run.
         """
-        one = () if self.stream is None else (self.alone,)
+        one = () if self.stream is None else (self.single_batch,)
         return self.train, *one, self.accumulate, self.forward
 
 
@@ -140,7 +140,7 @@ def compile_plan(plan: Plan, num_microbatches: int | None = None) -> Programs:
         return _streamed(compute, plan)
     batch = _train(compute, plan)
     train = verify(lower(batch, plan.costs))
-    _ = train.walk  # Derived once, here: replaying it is what searches do in a loop.
+    _ = train.flat  # Derived once, here: replaying it is what searches do in a loop.
     return Programs(train, choice, batch, plan.costs)
 
 
@@ -170,7 +170,7 @@ def compile_compute(plan: Plan, *, stream: int | None = None) -> Program:
             memory_bytes=plan.memory_bytes,
             held=lambda program: _held(program, plan),
             reorder=plan.file is None,
-            period=None if updates is None else label_period(updates),
+            period=None if updates is None else slots_per_cycle(updates),
         )
     return compute
 
@@ -238,7 +238,7 @@ def compile_program(
     found = find_schedule(schedule, file=file, pp=pp)
     if num_microbatches is None:
         given["num_microbatches"] = found.num_microbatches or 1
-    return compile_plan(Plan(**given | {"group": given_group(group, found)})).train
+    return compile_plan(Plan(**given | {"group": parse_group(group, found)})).train
 
 
 # -------------------------------------------------------------------------------------- the order

@@ -18,7 +18,7 @@ from strategies.ir.program import Placement
 from strategies.plan import LossOver, Options, Plan, ScheduleFile, read_schedule_file
 from strategies.rules import Training, check
 from strategies.schedules import find_schedule
-from strategies.schedules.schedule import Schedule, Shape, given_group
+from strategies.schedules.schedule import Schedule, Shape, parse_group
 
 MOST_FORWARDS = 200_000
 """Of a step, on all stages of one replica: minutes, and gigabytes."""
@@ -70,7 +70,7 @@ def asked_schedule(
     own_order(config)
     schedule = find_schedule(asked.name, file=file, pp=config.pp)
     fixed = schedule.num_microbatches
-    default = schedule.usual_microbatches(config.pp)
+    default = schedule.default_num_microbatches(config.pp)
     if dp is None and config.data.global_batch_size is not None:
         count, rows = default, 0  # Their number waits for that of the replicas.
     else:
@@ -81,7 +81,7 @@ def asked_schedule(
         pp=config.pp,
         num_microbatches=count,
         stages_per_rank=asked.stages_per_rank,
-        group=given_group(asked.group, schedule),
+        group=parse_group(asked.group, schedule),
         overlap=config.overlap.name,
         split_backward=asked.split_backward,
         file=file,

@@ -22,7 +22,7 @@ from strategies.analysis.metrics import Metrics, measure
 from strategies.analysis.timeline import Event, Timeline
 from strategies.compiler import schedule_of
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import COMPUTE_KINDS, NEEDED_KINDS, Kind
+from strategies.ir.kinds import COMPUTE_KINDS, ESSENTIAL_KINDS, Kind
 from strategies.ir.program import Program
 from strategies.plan import Plan
 from strategies.simulator.engine import simulate
@@ -421,7 +421,7 @@ def compute_csv(program: Program) -> str:
     left out: recompute, reductions and optimizer steps. ``schedule=custom schedule.file=`` takes it
     back; torch, too, except where a stage stands on two ranks.
     """
-    rows = ([_torch_text(i) for i in row if i.kind in NEEDED_KINDS] for row in program.ranks)
+    rows = ([_torch_text(i) for i in row if i.kind in ESSENTIAL_KINDS] for row in program.ranks)
     return "".join(",".join(row) + "\n" for row in rows)
 
 

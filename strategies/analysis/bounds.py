@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from strategies.costs.table import CostTable
-from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS, NEEDED_KINDS, Kind
+from strategies.ir.kinds import ESSENTIAL_KINDS, MESSAGE_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
 
 
@@ -53,7 +53,7 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
     }
     duration = [0.0] * len(graph.nodes)
     for node, item in enumerate(graph.nodes):
-        if item.kind in NEEDED_KINDS:
+        if item.kind in ESSENTIAL_KINDS:
             duration[node] = table.of(item)
         elif item.kind is Kind.RECV:
             assert item.peer is not None
@@ -70,7 +70,7 @@ def _jobs(program: Program, table: CostTable) -> list[list[tuple[float, float, f
             tail[need] = max(tail[need], tail[node] + duration[node])
     jobs: list[list[tuple[float, float, float]]] = [[] for _ in program.ranks]
     for node, item in enumerate(graph.nodes):
-        if item.kind in NEEDED_KINDS:
+        if item.kind in ESSENTIAL_KINDS:
             jobs[graph.rank[node]].append((head[node], duration[node], tail[node]))
     return jobs
 

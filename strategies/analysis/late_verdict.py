@@ -37,13 +37,13 @@ _WORTH = 0.01
 _Message = tuple[int, int, int | None, Kind | None]  # both stages, microbatch, payload
 
 
-def verdict_places(program: Program) -> tuple[int, ...]:
+def speculation_limits(program: Program) -> tuple[int, ...]:
     """Per rank, the place in its list before which it has to know.
 
     >>> from strategies.compiler import compile_program
     >>> program = compile_program(schedule="zb_h2", pp=3, num_microbatches=5)
     >>> [sum(i.kind is Kind.F for i in row[:place])
-    ...  for row, place in zip(program.ranks, verdict_places(program), strict=True)]
+    ...  for row, place in zip(program.ranks, speculation_limits(program), strict=True)]
     [4, 3, 0]
     """
     last = program.placement.num_stages - 1
@@ -61,9 +61,9 @@ def verdict_places(program: Program) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def crossing_receives(program: Program, rank: int) -> tuple[Instruction, ...]:
+def receives_to_discard(program: Program, rank: int) -> tuple[Instruction, ...]:
     """A rank's RECVs whose message has left when all have stopped at their cut, in list order."""
-    cuts = verdict_places(program)
+    cuts = speculation_limits(program)
     sent = {_message(item): (who, place) for who, place, item in _messages(program, Kind.SEND)}
     found = []
     for item in program.ranks[rank]:
@@ -74,19 +74,20 @@ def crossing_receives(program: Program, rank: int) -> tuple[Instruction, ...]:
     return tuple(found)
 
 
-def shortens_step(timeline: Timeline) -> bool:
+def gains_time(timeline: Timeline) -> bool:
     """Whether steps that do not wait for each other at the flush are worth the trouble."""
     return timeline.period * (1 + _WORTH) < timeline.makespan
 
 
-def agreed(program: Program) -> Program:
+def with_update_barrier(program: Program) -> Program:
     """A program without a flush whose ranks agree on every update, to be simulated.
 
     With clipping by norm, or where a step that is not finite is left out, no rank makes an update
     before all others are at theirs.
 
     >>> from strategies.compiler import compile_program
-    >>> program = agreed(compile_program(schedule="pipedream_2bw", pp=2, num_microbatches=2))
+    >>> late = compile_program(schedule="pipedream_2bw", pp=2, num_microbatches=2)
+    >>> program = with_update_barrier(late)
     >>> next(str(item) for item in program.ranks[0] if item.kind is Kind.STEP)
     '0STEP#1@0B2#0+1B3#0'
     """
@@ -109,7 +110,7 @@ def agreed(program: Program) -> Program:
     )
 
 
-def keeping_updates(costs: Costs) -> Costs:
+def with_undo_buffers(costs: Costs) -> Costs:
     """The same with memory for what an undo needs; uniform costs know of no memory."""
     if isinstance(costs, AnalyticCosts):
         return replace(costs, keeps_updates=True)
@@ -118,7 +119,7 @@ def keeping_updates(costs: Costs) -> Costs:
     return costs
 
 
-def pays(timeline: Timeline, costs: Costs, *, memory_bytes: int | None) -> bool:
+def post_validation_pays(timeline: Timeline, costs: Costs, *, memory_bytes: int | None) -> bool:
     """Whether a step gains more than keeping its update takes, within what a rank may hold.
 
     Args:
@@ -126,9 +127,9 @@ def pays(timeline: Timeline, costs: Costs, *, memory_bytes: int | None) -> bool:
         costs: Of steps that wait.
         memory_bytes: None for no limit.
     """
-    kept = keeping_updates(costs)
-    if not shortens_step(timeline) or kept is costs:
-        return shortens_step(timeline)
+    kept = with_undo_buffers(costs)
+    if not gains_time(timeline) or kept is costs:
+        return gains_time(timeline)
     program = timeline.program
     before, after = costs.table(program), kept.table(program)
     peaks = peak_memory_bytes(program, after)

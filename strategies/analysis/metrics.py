@@ -8,7 +8,7 @@ from strategies.analysis.bounds import Bound, lower_bound, memory_bound
 from strategies.analysis.memory import peak_activations, peak_memory_bytes
 from strategies.analysis.timeline import Timeline
 from strategies.costs.table import Costs
-from strategies.ir.kinds import NEEDED_KINDS, Kind
+from strategies.ir.kinds import ESSENTIAL_KINDS, Kind
 from strategies.ir.program import recomputed_pairs
 from strategies.ir.versions import gradient_sums, staleness, weight_versions
 
@@ -102,7 +102,7 @@ def measure(timeline: Timeline, costs: Costs, *, cap: float | None = None) -> Me
         event.end - event.start
         for rank in ranks
         for event in timeline.events(rank)
-        if event.instruction.kind in NEEDED_KINDS
+        if event.instruction.kind in ESSENTIAL_KINDS
     )
     ideal = needed / len(ranks) / steps
     return Metrics(

@@ -123,13 +123,13 @@ def _deadlock(program: Program, graph: Graph, head: list[int], done: bytearray) 
     for rank, row in enumerate(program.ranks):
         text = "ended"
         if head[rank] < graph.offsets[rank + 1]:
-            text = around(row, head[rank] - graph.offsets[rank])
+            text = excerpt(row, head[rank] - graph.offsets[rank])
             text += f"  <-- waits for {_cause(head[rank], graph, done)}"
         lines.append(f"rank {rank} | {text}")
     return DeadlockError("\n".join(lines), place=graph.place(node))
 
 
-def around(row: Sequence[Instruction], place: int, *, width: int = 4) -> str:
+def excerpt(row: Sequence[Instruction], place: int, *, width: int = 4) -> str:
     """The instructions next to one of a list, and itself in brackets."""
     before = [str(item) for item in row[max(0, place - width) : place]]
     after = [str(item) for item in row[place + 1 : place + 1 + width]]
@@ -232,7 +232,7 @@ class Channel(NamedTuple):
     needs: tuple[int, ...]
 
 
-class Walk(NamedTuple):
+class FlatProgram(NamedTuple):
     """Instructions in one linear extension, messages attached to their producers.
 
     Messages of a program that has none yet are numbered behind the nodes of its graph.
@@ -243,7 +243,7 @@ class Walk(NamedTuple):
     fused: tuple[tuple[int, int], ...]  # rows after ``DURATION_ROWS``: indices of both halves
 
 
-def flatten(program: Program) -> Walk:
+def flatten_program(program: Program) -> FlatProgram:
     graph = program.graph
     num_stages, num_ranks = program.placement.num_stages, program.placement.num_ranks
     row = {kind: index * num_stages for index, kind in enumerate(DURATION_ROWS)}
@@ -290,4 +290,4 @@ def flatten(program: Program) -> Walk:
             fraction = (bucket + 1) / buckets.get((rank, item.stage, item.version), 1)
             released_by = max(needs) if inside else -1
             steps.append(Channel(node, rank, item.stage, bucket, released_by, fraction, needs))
-    return Walk(tuple(steps), num_nodes, tuple(fused))
+    return FlatProgram(tuple(steps), num_nodes, tuple(fused))

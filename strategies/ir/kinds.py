@@ -83,7 +83,7 @@ class KindSpec:
         number: What tells those of a stage apart: its ``microbatch``, its ``bucket`` or nothing.
         duration: Its column in a ``CostTable``; "" for none: it takes no time, or that of others.
         work: Of which parts of a microbatch's compute it consists, by their names in ``Durations``.
-        needed: Whether any order runs it; passes add the other kinds.
+        essential: Whether any order runs it; passes add the other kinds.
         uses: Of its stage's neighbours an ACTIVATION or GRADIENT, else of its own stage. GATHERED
             and LOSS_GRADIENT only where the program makes them. SEND and RECV use what their
             payload says.
@@ -103,7 +103,7 @@ class KindSpec:
     number: Literal["microbatch", "bucket", ""] = "microbatch"
     duration: str = ""
     work: tuple[Literal["forward", "backward_input", "backward_weight"], ...] = ()
-    needed: bool = False
+    essential: bool = False
     uses: tuple[Value, ...] = ()
     makes: tuple[Value, ...] = ()
     takes: Amounts = field(default_factory=dict)
@@ -129,28 +129,28 @@ _BACKWARD = (Value.GRAPH, Value.GRADIENT, Value.LOSS_GRADIENT)
 
 KINDS: Mapping[Kind, KindSpec] = {
     Kind.F: KindSpec(
-        word="forward", occupies="rank", duration="forward", work=("forward",), needed=True,
+        word="forward", occupies="rank", duration="forward", work=("forward",), essential=True,
         uses=(Value.ACTIVATION, Value.GATHERED), makes=(Value.ACTIVATION, Value.GRAPH),
         takes=_GRAPH, checkpointed={Purpose.INPUT: 1}, temporaries="forward_temporaries",
         colour=(212, 62),
     ),
     Kind.B: KindSpec(
         word="full backward", occupies="rank", duration="backward",
-        work=("backward_input", "backward_weight"), needed=True,
+        work=("backward_input", "backward_weight"), essential=True,
         uses=_BACKWARD, makes=(Value.GRADIENT, Value.SHARE),
         frees=_GRAPH, temporaries="backward_temporaries",
         colour=(28, 78),
     ),
     Kind.I: KindSpec(
         word="input gradient", occupies="rank", duration="backward_input",
-        work=("backward_input",), needed=True,
+        work=("backward_input",), essential=True,
         uses=_BACKWARD, makes=(Value.GRADIENT, Value.SAVED_FOR_W),
         frees={**_GRAPH, Purpose.WAITING: -1}, temporaries="backward_temporaries",
         colour=(44, 80),
     ),
     Kind.W: KindSpec(
         word="weight gradient", occupies="rank", duration="backward_weight",
-        work=("backward_weight",), needed=True,
+        work=("backward_weight",), essential=True,
         uses=(Value.SAVED_FOR_W,), makes=(Value.SHARE,),
         frees={Purpose.WAITING: 1}, temporaries="backward_temporaries",
         colour=(150, 42),
@@ -184,7 +184,7 @@ KINDS: Mapping[Kind, KindSpec] = {
     ),
     # Needs, work and memory are those of its halves.
     Kind.OVERLAP: KindSpec(
-        word="forward and backward as one", occupies="rank", needed=True,
+        word="forward and backward as one", occupies="rank", essential=True,
         colour=(340, 50), key="O: F and B as one",
     ),
     Kind.DISPATCH: KindSpec(
@@ -212,7 +212,7 @@ BUCKET_KINDS = _kinds_where(lambda facts: facts.number == "bucket")
 STAGE_KINDS = _kinds_where(lambda facts: not facts.number)
 BACKWARD_KINDS = _kinds_where(lambda facts: Value.GRADIENT in facts.makes)
 GRADIENT_KINDS = _kinds_where(lambda facts: Value.SHARE in facts.makes)
-NEEDED_KINDS = _kinds_where(lambda facts: facts.needed)
+ESSENTIAL_KINDS = _kinds_where(lambda facts: facts.essential)
 UPDATE_KINDS = _kinds_where(lambda facts: bool({Value.SHARE, Value.SUM} & {*facts.uses}))
 
 

@@ -11,7 +11,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import GRADIENT_KINDS, MESSAGE_KINDS, Kind
 
 if TYPE_CHECKING:
-    from strategies.ir.graph import Graph, Transfer, Walk
+    from strategies.ir.graph import FlatProgram, Graph, Transfer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -261,10 +261,10 @@ class Program:
         return find_transfers(self)
 
     @cached_property
-    def walk(self) -> Walk:
-        from strategies.ir.graph import flatten
+    def flat(self) -> FlatProgram:
+        from strategies.ir.graph import flatten_program
 
-        return flatten(self)
+        return flatten_program(self)
 
     def with_ranks(self, ranks: tuple[tuple[Instruction, ...], ...]) -> Program:
         """The same program with other lists; what passes return."""

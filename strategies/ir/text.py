@@ -156,19 +156,19 @@ def parse_rows(text: str) -> tuple[tuple[Instruction, ...], ...]:
     return tuple(rows)
 
 
-# ------------------------------------------------------------------------------------------ spoken
+# --------------------------------------------------------------------------------------- in words
 # Instructions in words, for reports that people read when a run has failed.
 
 _PAYLOADS = {Kind.F: "act", Kind.B: "grad"}
 
 
-def spoken(item: Instruction) -> str:
+def describe(item: Instruction) -> str:
     """What an instruction does, with its microbatch and the stage at the other end.
 
     >>> from strategies.ir.text import parse_instruction
     >>> words = "3RECV_F2<2 2SEND_B0>1 1F0 1REDUCE0 1STEP (0F1;3B0)OVERLAP_F_B"
     >>> for word in words.split():
-    ...     print(spoken(parse_instruction(word)))
+    ...     print(describe(parse_instruction(word)))
     RECV act mb=2 from stage 2
     SEND grad mb=0 to stage 1
     F mb=0 of stage 1
@@ -184,7 +184,7 @@ def spoken(item: Instruction) -> str:
             f"{kind.value} {_PAYLOADS[item.payload]} mb={item.microbatch} {way} stage {item.peer}"
         )
     if kind is Kind.OVERLAP:
-        return " with ".join(map(spoken, item.halves))
+        return " with ".join(map(describe, item.halves))
     if item.bucket is not None:
         return f"{kind.value} bucket {item.bucket} of stage {item.stage}"
     if item.microbatch is None:

@@ -86,7 +86,7 @@ def place_messages(
 
 def end_times(program: Program, table: CostTable | None) -> list[float]:
     """When each node ends if no rank waits for a message's link."""
-    fused = program.walk.fused
+    fused = program.flat.fused
     if table is not None:
         durations, hop = flat_durations(table, fused), max(table.hops, default=0.0)
     else:

@@ -29,9 +29,9 @@ class StreamSteps:
     """What each step of a training loop runs of a stream.
 
     Labels of microbatches go round, so that lists repeat: microbatch g of the stream is called
-    g mod ``num_labels``, which is long enough for two that are under way to differ. Versions count
-    from the step's first microbatch on: that of an update whose gradients begin j microbatches
-    before it is 1 - j / size.
+    g mod ``microbatch_slots``, which is long enough for two that are under way to differ. Versions
+    count from the step's first microbatch on: that of an update whose gradients begin j
+    microbatches before it is 1 - j / size.
 
     Attributes:
         program: The stream, lowered, over all batches whose steps differ, and one behind them.
@@ -50,8 +50,8 @@ class StreamSteps:
         return self.program.updates
 
     @property
-    def num_labels(self) -> int:
-        return label_period(self.updates)
+    def microbatch_slots(self) -> int:
+        return slots_per_cycle(self.updates)
 
     @property
     def cycle(self) -> int:
@@ -136,13 +136,13 @@ class StreamSteps:
             # may be one of the next update.
             after = tuple(map(labelled, item.after))
             if item.microbatch is not None:
-                label = item.microbatch % self.num_labels
+                label = item.microbatch % self.microbatch_slots
                 return replace(item, microbatch=label, version=None, after=after)
             assert item.version is not None
             return replace(item, version=item.version - before, after=after)
 
         ranks = tuple(tuple(map(labelled, row)) for row in rows)
-        return replace(self.program, ranks=ranks, num_microbatches=self.num_labels)
+        return replace(self.program, ranks=ranks, num_microbatches=self.microbatch_slots)
 
 
 def num_batches(updates: Updates, *, gathers: bool) -> int:
@@ -157,7 +157,7 @@ def first_steady(updates: Updates, *, gathers: bool) -> int:
     return -(-max(late, pp - 1) // updates.per_step) + gathers
 
 
-def label_period(updates: Updates) -> int:
+def slots_per_cycle(updates: Updates) -> int:
     """Microbatches of a stream behind which their labels begin again.
 
     The first is done on all ranks by then, and updates of several batches go round with them.
@@ -168,7 +168,7 @@ def label_period(updates: Updates) -> int:
 
 
 def _cycle(updates: Updates) -> int:
-    return max(label_period(updates) // updates.per_step, updates.steps)
+    return max(slots_per_cycle(updates) // updates.per_step, updates.steps)
 
 
 def _before_arrivals(row: Sequence[Instruction], place: int) -> int:

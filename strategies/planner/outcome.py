@@ -8,7 +8,7 @@ from functools import lru_cache
 from operator import add, mul
 from typing import Literal
 
-from strategies.analysis.late_verdict import agreed
+from strategies.analysis.late_verdict import with_update_barrier
 from strategies.analysis.memory import (
     RECEIVED_AHEAD,
     RankMemory,
@@ -278,7 +278,7 @@ def program_step(program: Program, costs: Costs, *, waits: bool) -> float:
     if program.updates is None:
         timeline = simulate(program, costs)
         return timeline.makespan if waits else timeline.period
-    return simulate(agreed(program) if waits else program, costs).period
+    return simulate(with_update_barrier(program) if waits else program, costs).period
 
 
 def plan_of(group: Group, order: Order) -> Plan:

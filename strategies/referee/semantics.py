@@ -38,7 +38,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from strategies.costs.table import Costs
-from strategies.ir.graph import Graph, around
+from strategies.ir.graph import Graph, excerpt
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import MESSAGE_KINDS, MICROBATCH_KINDS, Kind
 from strategies.ir.program import Program
@@ -376,7 +376,7 @@ class _Events:
                 own = held_up.node == stops[0]
                 cause = self._name(held_up.waits_for if own else self.graph.partner[stops[0]])
                 lines.append(
-                    f"rank {rank} | {around(row, stops[0] - start)}  <-- waits for {cause}"
+                    f"rank {rank} | {excerpt(row, stops[0] - start)}  <-- waits for {cause}"
                 )
                 continue
             left = [node for node in range(start, end) if self.of[node] not in ended]

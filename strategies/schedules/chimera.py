@@ -23,7 +23,7 @@ forwards against them, at twice the memory); here one pattern goes on at no furt
 from __future__ import annotations
 
 from strategies.schedules.bidirectional import mirrored, require_even
-from strategies.schedules.schedule import Rows, Schedule, Shape, existing
+from strategies.schedules.schedule import Rows, Schedule, Shape, drop_padding
 
 
 def order(shape: Shape) -> Rows:
@@ -44,7 +44,7 @@ def order(shape: Shape) -> Rows:
             *["B0"] * inner,
         ]
 
-    return tuple(existing(row, shape) for row in mirrored(shape.pp, steps))
+    return tuple(drop_padding(row, shape) for row in mirrored(shape.pp, steps))
 
 
 def rule(shape: Shape) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from strategies.errors import ProgramError
 from strategies.ir.instruction import Instruction, overlap
-from strategies.ir.kinds import MESSAGE_KINDS, NEEDED_KINDS, Kind
+from strategies.ir.kinds import ESSENTIAL_KINDS, MESSAGE_KINDS, Kind
 from strategies.ir.text import parse_instruction
 
 _SHARDS = re.compile(r"([0-9]{1,7})(?:UNSHARD|RESHARD|REDUCE_GRAD)")
@@ -107,7 +107,7 @@ def _cell(text: str, line: int, column: int, name: str) -> Cell:
     if _SHARDS.fullmatch(text):
         return Cell(line, column, text, None)
     item = _instruction(text)
-    if item is None or item.kind not in NEEDED_KINDS | MESSAGE_KINDS or {*text} & {*"@<>"}:
+    if item is None or item.kind not in ESSENTIAL_KINDS | MESSAGE_KINDS or {*text} & {*"@<>"}:
         shown = ascii(text if len(text) <= 40 else text[:37] + "...")
         raise ProgramError(
             f"{name}, line {line}, column {column}: {shown} is not an instruction. {_hint(text)}"
@@ -128,7 +128,7 @@ def _hint(text: str) -> str:
     meant = _instruction(text.upper())
     if meant is not None and meant.kind is Kind.R:
         return "Recomputation is no part of a file: leave it out and add recompute=full."
-    if meant is not None and meant.kind in NEEDED_KINDS and text != text.upper():
+    if meant is not None and meant.kind in ESSENTIAL_KINDS and text != text.upper():
         return f"Did you mean {text.upper()}?"
     if re.fullmatch(r"0+(SEND_B|RECV_F)[0-9]+", text):
         return "There is no stage before stage 0."

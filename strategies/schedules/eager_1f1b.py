@@ -18,14 +18,14 @@ every microbatch; here each message has one more F and B of time to arrive, so u
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Rows, Schedule, Shape, alternate
+from strategies.schedules.schedule import Rows, Schedule, Shape, one_forward_one_backward
 
 
 def order(shape: Shape) -> Rows:
     """2(P-1-r) forwards on rank r, then one forward and one backward in turn."""
     microbatches = range(shape.num_microbatches)
     return tuple(
-        alternate(
+        one_forward_one_backward(
             [forward(rank, m) for m in microbatches],
             [backward(rank, m) for m in microbatches],
             2 * (shape.pp - 1 - rank),

@@ -30,7 +30,7 @@ from strategies.ir.instruction import Instruction, input_gradient, weight_gradie
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program, chain, loop
 from strategies.schedules.rounds import grouped_order
-from strategies.schedules.schedule import Rows, Schedule, Shape, existing
+from strategies.schedules.schedule import Rows, Schedule, Shape, drop_padding
 from strategies.schedules.search.weight_gaps import fill_bubbles_with_w
 
 
@@ -65,7 +65,7 @@ def _equal_costs(shape: Shape) -> Rows:
             row.append(inputs[index])
             row += weights[index - rank : index - rank + 1] if index >= rank else []
         row += weights[max(len(cells) - rank, 0) :]
-        rows.append(existing(row, shape))
+        rows.append(drop_padding(row, shape))
     return tuple(rows)
 
 

@@ -15,14 +15,14 @@ Bubble ratio: (P-1) / (M+P-1). Any M >= 1, also M < P.
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Rows, Schedule, Shape, alternate
+from strategies.schedules.schedule import Rows, Schedule, Shape, one_forward_one_backward
 
 
 def order(shape: Shape) -> Rows:
     """Warm-up of P-r-1 forwards on rank r, then 1F1B."""
     microbatches = range(shape.num_microbatches)
     return tuple(
-        alternate(
+        one_forward_one_backward(
             [forward(rank, m) for m in microbatches],
             [backward(rank, m) for m in microbatches],
             shape.pp - rank - 1,

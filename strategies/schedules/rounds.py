@@ -9,7 +9,12 @@ not exist left out. (A last group that is simply cut short deadlocks: P=4, V=3, 
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import Rows, Shape, alternate, existing
+from strategies.schedules.schedule import (
+    Rows,
+    Shape,
+    drop_padding,
+    one_forward_one_backward,
+)
 
 
 def grouped_order(shape: Shape, group: int, *, warm_all: bool = False) -> Rows:
@@ -33,10 +38,10 @@ def grouped_order(shape: Shape, group: int, *, warm_all: bool = False) -> Rows:
     rows = []
     for rank in range(shape.pp):
         warmup = 2 * (shape.pp - 1 - rank) + last * group
-        row = alternate(
+        row = one_forward_one_backward(
             [forward(rank + chunk * shape.pp, microbatch) for chunk, microbatch in cells],
             [backward(rank + (last - chunk) * shape.pp, microbatch) for chunk, microbatch in cells],
             len(cells) if warm_all else warmup,
         )
-        rows.append(row if padded == shape.num_microbatches else existing(row, shape))
+        rows.append(row if padded == shape.num_microbatches else drop_padding(row, shape))
     return tuple(rows)

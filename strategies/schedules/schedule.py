@@ -62,7 +62,7 @@ class Shape:
     accumulation: int = 1
 
 
-def given_group(group: int | str | None, schedule: Schedule) -> int | None:
+def parse_group(group: int | str | None, schedule: Schedule) -> int | None:
     """A group as people give it; None where the compiler takes the default, or chooses.
 
     Raises:
@@ -140,7 +140,7 @@ class Schedule:
         """Whether the pipeline drains at the optimizer step."""
         return self.updates is None
 
-    def usual_microbatches(self, pp: int) -> int:
+    def default_num_microbatches(self, pp: int) -> int:
         """The default M."""
         return self.num_microbatches or self.usual or 2 * pp
 
@@ -239,13 +239,14 @@ def _full_groups(pp: int, num_microbatches: int) -> int:
 # The one frame that all 1F1B-like schedules share: warm up, alternate, drain.
 
 
-def alternate(
+def one_forward_one_backward(
     forwards: list[Instruction], backwards: list[Instruction], warmup: int
 ) -> tuple[Instruction, ...]:
     """``warmup`` forwards, then one forward and one backward in turn, then what is left.
 
     >>> from strategies.ir.instruction import forward, backward
-    >>> row = alternate([forward(0, m) for m in range(3)], [backward(0, m) for m in range(3)], 1)
+    >>> forwards, backwards = ([make(0, m) for m in range(3)] for make in (forward, backward))
+    >>> row = one_forward_one_backward(forwards, backwards, 1)
     >>> " ".join(map(str, row))
     '0F0 0F1 0B0 0F2 0B1 0B2'
     """
@@ -258,7 +259,7 @@ def alternate(
     return tuple(row + backwards[steady:])
 
 
-def existing(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...]:
+def drop_padding(row: Iterable[Instruction], shape: Shape) -> tuple[Instruction, ...]:
     """What is left of a list that was made for more microbatches than there are.
 
     An instruction needs others of its own microbatch only, so leaving whole microbatches out of a

@@ -27,7 +27,7 @@ from itertools import count
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import v
-from strategies.schedules.schedule import Rows, Schedule, Shape, existing
+from strategies.schedules.schedule import Rows, Schedule, Shape, drop_padding
 from strategies.schedules.search.best_order import blocks, by_period, paper_order_or_best
 
 _RECIPES = (
@@ -49,7 +49,7 @@ def _regular(pp: int, num_microbatches: int) -> Rows:
     """The paper's phases, written for at least 2P-1 microbatches; of those, the first M."""
     whole = max(num_microbatches, 2 * pp - 1)
     shape = Shape(pp, num_microbatches, stages_per_rank=2)
-    return tuple(existing(_row(pp, rank, whole), shape) for rank in range(pp))
+    return tuple(drop_padding(_row(pp, rank, whole), shape) for rank in range(pp))
 
 
 def _row(pp: int, rank: int, num_microbatches: int) -> list[Instruction]:

@@ -98,7 +98,7 @@ def order_times(
     ``durations`` are as in ``flat_durations``. What one rank hands to another is known there one
     ``hop`` after its end.
     """
-    walk, count = program.walk, len(program.graph.nodes)
+    walk, count = program.flat, len(program.graph.nodes)
     start, end, _ = run_lists(
         walk.steps,
         walk.num_nodes,
@@ -195,7 +195,7 @@ def _spans(
     program: Program, table: CostTable, *, steps: int, cores: float | None
 ) -> list[tuple[list[float], list[float]]]:
     items = _items(program, table)
-    durations = flat_durations(table, program.walk.fused)
+    durations = flat_durations(table, program.flat.fused)
     if cores is not None and cores >= len(program.ranks):
         cores = None
     if table.one_link or cores is not None:
@@ -205,7 +205,7 @@ def _spans(
     for _ in range(steps):
         start, end, clocks = run_lists(
             items,
-            program.walk.num_nodes,
+            program.flat.num_nodes,
             durations=durations,
             latency=table.latency,
             occupancy=table.occupancy,
@@ -218,7 +218,7 @@ def _spans(
 
 def _items(program: Program, table: CostTable) -> Sequence[Item]:
     """What takes time, with messages as items of their own where a send waits for its receive."""
-    walk = program.walk
+    walk = program.flat
     if table.transport == "buffered":
         return walk.steps
     items: dict[int, Item] = {}

@@ -98,7 +98,7 @@ class _Replay:
         self._durations = durations
         self._cores = cores
         self._num_ranks = len(program.ranks)
-        self._size = program.walk.num_nodes
+        self._size = program.flat.num_nodes
         self._steps = steps
         total = self._size * steps
         self._start = [0.0] * total

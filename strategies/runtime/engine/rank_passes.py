@@ -105,7 +105,7 @@ class RankPasses(RankWeights):
         if options.mode != "train" or not backward:
             program = programs.forward
         else:
-            program = programs.alone if update else programs.accumulate
+            program = programs.single_batch if update else programs.accumulate
         hear = self._begin_pass(
             batch, microbatches, options, program, step=step, update=update, loaders=loaders
         )

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from strategies.analysis.late_verdict import shortens_step
+from strategies.analysis.late_verdict import gains_time
 from strategies.costs.uniform import UniformCosts
 from strategies.runtime.engine.rank_setup import RankSetup
 from strategies.runtime.messages import mesh
@@ -181,7 +181,7 @@ class RankWeights(RankSetup):
     def gains_at_flush(self) -> bool:
         """Whether steps are shorter where ranks do not wait for each other at the flush."""
         costs = self.plan.costs or UniformCosts(1.0, 2.0)
-        return shortens_step(simulate(self.programs.train, costs))
+        return gains_time(simulate(self.programs.train, costs))
 
     @property
     def may_go_on(self) -> bool:

@@ -33,7 +33,7 @@ from strategies.plan import (
     read_schedule_file,
 )
 from strategies.rules import check
-from strategies.schedules.schedule import given_group
+from strategies.schedules.schedule import parse_group
 
 
 class Keywords(TypedDict, total=False):
@@ -116,8 +116,8 @@ def plan_and_options(words: Mapping[str, Any]) -> tuple[Plan, Options]:
     plan = Plan(**given)
     found = schedule_of(plan)
     if count is None:
-        count = found.usual_microbatches(plan.pp)
-    plan = replace(plan, num_microbatches=count, group=given_group(group, found))
+        count = found.default_num_microbatches(plan.pp)
+    plan = replace(plan, num_microbatches=count, group=parse_group(group, found))
     _check_together(plan, options)
     return plan, options
 

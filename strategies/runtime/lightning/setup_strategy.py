@@ -265,7 +265,7 @@ class SetupStrategy(UpdatingStrategy):
         compare(
             {
                 f"program {program.role}": fingerprint.program_print(program)
-                for program in programs.every
+                for program in programs.all
             },
             what="programs",
         )

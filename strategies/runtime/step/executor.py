@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from strategies.analysis.late_verdict import crossing_receives, verdict_places
+from strategies.analysis.late_verdict import receives_to_discard, speculation_limits
 from strategies.heartbeat import PHASE, STATE, WAITING, Phase
 from strategies.ir.instruction import Instruction, exchanges
 from strategies.ir.kinds import (
@@ -188,7 +188,7 @@ class Executor:
     def abandon(self, program: Program) -> None:
         """Takes in and forgets what has been sent to this rank before all stopped at their cut."""
         mailbox = self._parts.mailbox
-        for item in crossing_receives(program, self._rank):
+        for item in receives_to_discard(program, self._rank):
             mailbox.discard(item)
         mailbox.finish()
 
@@ -256,7 +256,7 @@ class _Route:
     @cached_property
     def cut(self) -> int:
         """Before which place the verdict on the update before must be in."""
-        return verdict_places(self.program)[self.rank]
+        return speculation_limits(self.program)[self.rank]
 
     @classmethod
     def of(cls, program: Program, rank: int) -> _Route:

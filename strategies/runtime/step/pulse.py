@@ -12,7 +12,7 @@ from strategies.heartbeat import Heartbeat, Phase
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import CHANNEL_KINDS, MESSAGE_KINDS
 from strategies.ir.program import Program
-from strategies.ir.text import spoken
+from strategies.ir.text import describe
 from strategies.runtime.messages.mesh import Coordinates
 
 
@@ -49,7 +49,7 @@ class Pulse:
         row = program.ranks[where.pp_rank]
         others = [_others(item, program, where) for item in row]
         return [
-            (spoken(item), ranks, self._in_words(ranks))
+            (describe(item), ranks, self._in_words(ranks))
             for item, ranks in zip(row, others, strict=True)
         ]
 

@@ -50,7 +50,7 @@ class Place:
             version = item.version + self.steps.updates_before(self.number)
             return replace(item, version=version, after=())
         newest = self.entered * self.steps.updates.per_step - 1
-        microbatch = newest - (newest - item.microbatch) % self.steps.num_labels
+        microbatch = newest - (newest - item.microbatch) % self.steps.microbatch_slots
         return replace(item, microbatch=microbatch, version=None, after=())
 
     def window(self, whole: Program, first: int) -> list[list[Instruction]] | None:
@@ -105,7 +105,7 @@ class Stream:
         self._base = 0  # the update that versions in the list that runs are counted from
         # (stage, label) that keep their input only: their R may stand in the list of a later step.
         self.recomputed: frozenset[tuple[int, int | None]] = frozenset(
-            (stage, microbatch % steps.num_labels)
+            (stage, microbatch % steps.microbatch_slots)
             for stage, microbatch in recomputed_pairs(steps.program)
         )
         # Asks for the verdict on complete sums, which are attached; None to wait at the update.
@@ -198,7 +198,7 @@ class Stream:
 
     def labels(self) -> range:
         """What the lists call the microbatches of the batch that has entered last."""
-        first = (self._count - 1) * self._steps.updates.per_step % self._steps.num_labels
+        first = (self._count - 1) * self._steps.updates.per_step % self._steps.microbatch_slots
         return range(first, first + self._steps.updates.per_step)
 
     def values(self, program: Program, parts: RankParts) -> BoundaryValues:
@@ -317,4 +317,4 @@ class Stream:
     def _microbatch(self, label: int) -> int:
         """Counted from an empty pipeline."""
         newest = self._count * self._steps.updates.per_step - 1
-        return newest - (newest - label) % self._steps.num_labels
+        return newest - (newest - label) % self._steps.microbatch_slots

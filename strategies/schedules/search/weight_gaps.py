@@ -179,7 +179,7 @@ def times_of(program: Program, durations: Durations) -> tuple[list[float], list[
         for kind in DURATION_ROWS
         for stage in range(program.placement.num_stages)
     ]
-    took += [took[first] + took[second] for first, second in program.walk.fused]
+    took += [took[first] + took[second] for first, second in program.flat.fused]
     return order_times(program, took, durations.latency)
 
 

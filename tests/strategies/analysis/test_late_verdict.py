@@ -4,11 +4,11 @@ import pytest
 
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.late_verdict import (
-    crossing_receives,
-    keeping_updates,
-    pays,
-    shortens_step,
-    verdict_places,
+    gains_time,
+    post_validation_pays,
+    receives_to_discard,
+    speculation_limits,
+    with_undo_buffers,
 )
 from strategies.analysis.memory import peak_memory_bytes
 from strategies.costs.analytic import AnalyticCosts
@@ -28,7 +28,7 @@ def program_of(schedule, pp=4):
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_before_the_cut_stand_forwards_that_others_may_count_on(schedule):
     program = program_of(schedule)
-    cuts = verdict_places(program)
+    cuts = speculation_limits(program)
     last = program.placement.num_stages - 1
     before = [row[:cut] for row, cut in zip(program.ranks, cuts, strict=True)]
     sent = {
@@ -43,7 +43,7 @@ def test_before_the_cut_stand_forwards_that_others_may_count_on(schedule):
         forwards = [item for item in row if any(part.kind is Kind.F for part in item.parts)]
         assert any(item not in done for item in forwards)
         received = [item for item in done if item.kind is Kind.RECV]
-        crossing = crossing_receives(program, rank)
+        crossing = receives_to_discard(program, rank)
         assert set(received) <= set(crossing)
         for item in row:
             if item.kind is Kind.RECV:
@@ -55,7 +55,7 @@ def test_steps_get_shorter_where_the_period_is_below_the_makespan():
     shorter = {
         schedule
         for schedule in ("1f1b", "gpipe", "zb_h1", "zb_h2", "zb_v", "interleaved_1f1b")
-        if shortens_step(simulate(program_of(schedule), UniformCosts(1, 2)))
+        if gains_time(simulate(program_of(schedule), UniformCosts(1, 2)))
     }
     assert shorter == {"zb_h2", "zb_v"}
 
@@ -64,22 +64,22 @@ def test_copies_are_in_the_memory_and_have_to_fit_and_to_pay():
     program = compile_program(schedule="zb_h2", pp=3, num_microbatches=8)
     even = tuple(replace(STAGES[0], forward_flops=1000, output_elements=1) for _ in range(3))
     costs = AnalyticCosts(even, replace(MACHINE, memory_bandwidth=1e12, intra_bandwidth=1e12))
-    kept = keeping_updates(costs)
+    kept = with_undo_buffers(costs)
     waits, keeps = costs.table(program), kept.table(program)
     # Weights and two moments of 4 bytes, again.
     more = [b - a for a, b in zip(waits.state_bytes, keeps.state_bytes, strict=True)]
     assert more == [3 * 4 * stage.parameters for stage in even]
     timeline = simulate(program, costs)
-    assert shortens_step(timeline)
+    assert gains_time(timeline)
     most = max(peak_memory_bytes(program, keeps))
-    assert pays(timeline, costs, memory_bytes=most)
-    assert pays(timeline, costs, memory_bytes=None)
-    assert not pays(timeline, costs, memory_bytes=most - 1)
+    assert post_validation_pays(timeline, costs, memory_bytes=most)
+    assert post_validation_pays(timeline, costs, memory_bytes=None)
+    assert not post_validation_pays(timeline, costs, memory_bytes=most - 1)
     slow = replace(costs, hardware=replace(costs.hardware, memory_bandwidth=1.0))
-    assert not pays(timeline, slow, memory_bytes=None)
+    assert not post_validation_pays(timeline, slow, memory_bytes=None)
 
 
 def test_uniform_costs_know_of_no_memory():
     costs = UniformCosts(1, 2)
-    assert keeping_updates(costs) is costs
-    assert pays(simulate(program_of("zb_v"), costs), costs, memory_bytes=None)
+    assert with_undo_buffers(costs) is costs
+    assert post_validation_pays(simulate(program_of("zb_v"), costs), costs, memory_bytes=None)

@@ -255,7 +255,7 @@ def what_must_have_happened(program: Program) -> tuple[list[int], list[int]]:
 @given(plans())
 def test_a_send_is_let_go_only_where_its_receive_was_surely_posted(plan):
     programs = compile_plan(plan)
-    for program in programs.every:
+    for program in programs.all:
         graph = program.graph
         _, arrived = what_must_have_happened(program)
         for rank, row in enumerate(program.ranks):

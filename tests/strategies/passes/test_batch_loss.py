@@ -38,7 +38,7 @@ def test_either_part_keeps_its_order() -> None:
 def test_forward_programs_end_with_it_and_accumulation_has_it() -> None:
     programs = compile_plan(Plan("zb_v", 2, 4, loss_over="batch"))
     assert str(programs.forward.ranks[0][-1]) == "3LOSS"
-    for program in programs.every:
+    for program in programs.all:
         found = [str(item) for row in program.ranks for item in row if item.kind is Kind.LOSS]
         assert found == ["3LOSS"]
     short = compile_plan(Plan("zb_v", 2, 4, loss_over="batch"), 3).train

@@ -62,7 +62,7 @@ def test_each_layer_with_experts_sends_and_gets_back_inside_forward_and_backward
 def test_every_program_of_any_schedule_has_them(schedule):
     stages = 2 if schedule == "dualpipe" else 4
     plan = Plan(schedule, pp=2, num_microbatches=4, exchanges=(1,) * stages)
-    for program in compile_plan(plan).every:
+    for program in compile_plan(plan).all:
         items = [item for row in program.ranks for item in row]
         computed = sum(
             part.kind in (Kind.F, Kind.B, Kind.I) for item in items for part in item.parts

@@ -171,7 +171,7 @@ def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatch
             for kind in (Kind.F, Kind.B):
                 found = [item.microbatch for item in row if item.kind is kind]
                 count = range(batches * microbatches)
-                assert found == [number % calls.num_labels for number in count]
+                assert found == [number % calls.microbatch_slots for number in count]
             steps = sum(item.kind is Kind.STEP for item in row)
             assert steps == -(-batches * microbatches // calls.updates.size)
             # No forward reads what the last updates make.

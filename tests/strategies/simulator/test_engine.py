@@ -324,7 +324,7 @@ def test_no_program_beats_its_lower_bound(plan, cost):
 @given(plans(), costs(transport="rendezvous"))
 def test_rendezvous_ends_and_is_never_faster_than_buffered_sends(plan, cost):
     programs = compile_plan(plan)
-    for program in programs.every:
+    for program in programs.all:
         strict = simulate(program, cost)
         buffered = simulate(program, _buffered(cost))
         assert strict.makespan >= buffered.makespan - 1e-9

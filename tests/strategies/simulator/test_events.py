@@ -195,7 +195,7 @@ def test_with_a_core_per_rank_the_replay_is_the_engine_s(plan, transport):
     program = compile_plan(plan).train
     table = costs.table(program)
     cores = len(program.ranks)
-    durations = flat_durations(table, program.walk.fused)
+    durations = flat_durations(table, program.flat.fused)
     items = _items(program, table)
     spans = run_events(program, items, table, durations, cores=cores, steps=2)
     for timeline, (start, end) in zip(unroll(program, costs, steps=2), spans, strict=True):
@@ -302,8 +302,8 @@ def test_enough_cores_leave_the_interface_alone(plan):
     cores = len(program.ranks)
     assert unroll(program, costs, steps=2, cores=cores) == alone
     table = costs.table(program)
-    durations = flat_durations(table, program.walk.fused)
-    found = run_events(program, program.walk.steps, table, durations, cores=cores, steps=2)
+    durations = flat_durations(table, program.flat.fused)
+    found = run_events(program, program.flat.steps, table, durations, cores=cores, steps=2)
     for timeline, (start, end) in zip(alone, found, strict=True):
         assert [v for row in timeline.start for v in row] == pytest.approx(start)
         assert [v for row in timeline.end for v in row] == pytest.approx(end)
