@@ -52,7 +52,7 @@ def place_messages(
     the end of its producer to before the end of its consumer.
     """
     assert not program.lowered
-    graph, placement, flushes = program.graph, program.placement, program.updates is None
+    graph, placement = program.graph, program.placement
     position = [0] * len(graph.nodes)
     for place, node in enumerate(graph.order):
         position[node] = place
@@ -67,12 +67,11 @@ def place_messages(
             # A REDUCE follows its list neighbour and that one's SEND; at a flush a STEP ends the
             # list.
             turn = 0 if item.kind in MICROBATCH_KINDS else 2
-            if item.kind is Kind.STEP and flushes:
+            if item.kind is Kind.STEP and program.updates is None:
                 time = float("inf")
             elif not turn:
                 time = end[node]
-            seen = localize_edges(item, placement)
-            events[rank].append(((time, turn, node, 0), seen))
+            events[rank].append(((time, turn, node, 0), localize_edges(item, placement)))
             node += 1
     for transfer in program.transfers:
         payload, source, target, microbatch, producer, consumer = transfer

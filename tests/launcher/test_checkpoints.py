@@ -137,7 +137,7 @@ def test_auto_takes_the_newest_that_is_whole_and_says_so(checkpoint: Path, tmp_p
     words = [*TRAIN, "mode=validate", "trainer.resume=auto", "trainer.max_steps=30"]
     done = launch_here(words, tmp_path).assert_done()
     for path, reason in (
-        (deep, "manifest.json is damaged: its JSON is nested deeper than 200 levels"),
+        (deep, "manifest.json is damaged: its JSON is nested too deeply"),
         (endless, "manifest.json is damaged: it is a pipe, a device or a socket and no regular"),
         (unreadable, "manifest.json is damaged"),
         (nothing, "files does not name tensors.json"),

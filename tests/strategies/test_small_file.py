@@ -68,11 +68,9 @@ def test_what_is_no_small_regular_text_is_refused(kind: str, reason: str, tmp_pa
     assert str(raised.value) == reason
 
 
-@pytest.mark.parametrize("text", [
-    "[" * 100_000, '{"a":' * 100_000, "[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300,
-])  # fmt: skip
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 9000 + "]" * 9000])
 def test_json_without_end_is_refused(text: str) -> None:
-    with pytest.raises(FileRefusedError, match=r"nested deeper than 200 levels|it is no JSON"):
+    with pytest.raises(FileRefusedError, match="its JSON is nested too deeply"):
         parse_json(text)
     assert parse_json("[" * 200 + "]" * 200)
 

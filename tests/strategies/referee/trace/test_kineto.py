@@ -61,7 +61,7 @@ def test_a_trace_without_marks_says_what_leaves_them(tmp_path: Path):
     [
         ("t.json", b"[1, 2", "no JSON"),
         ("t.json", b'{"traceEvents": 3}', "no trace"),
-        ("t.json", b"[" * 100_000 + b"]" * 100_000, "nested deeper"),
+        ("t.json", b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         ("t.json", b"\xff\xfe\x00", "cannot be read"),
         ("t.json.gz", b"no gzip", "cannot be read"),
         ("t.json.gz", gzip.compress(b'{"traceEvents": []}' * 99, mtime=0)[:40], "ends too early"),
