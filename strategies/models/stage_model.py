@@ -151,6 +151,22 @@ class StageModel(ABC):
         seen by ``parameters()``; their names stay known through ``parameter_names``.
         """
 
+    def record(
+        self,
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        dataloader_idx: int | None = None,
+    ) -> Any:
+        """Runs the user's step once for a microbatch, on shapes; arguments as for ``forward``.
+
+        Its stages execute what this has noted. The caller restores the module. None for a model
+        that needs no such run.
+        """
+        return None
+
     @abstractmethod
     def forward(
         self,
@@ -164,6 +180,7 @@ class StageModel(ABC):
         seed: int | None,
         dataloader_idx: int | None = None,
         at_end: Callable[[], Any] | None = None,
+        recording: Any = None,
     ) -> StageOutput:
         """Runs ``stage`` for one microbatch.
 
@@ -180,6 +197,7 @@ class StageModel(ABC):
                 dropout does not depend on the cut; None leaves the generators alone.
             dataloader_idx: Which of several evaluation loaders the batch is from, if any.
             at_end: Called on the last stage when its last layer has run.
+            recording: What ``record`` gave for the microbatch.
         """
 
     def whole(

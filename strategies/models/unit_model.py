@@ -233,6 +233,7 @@ class UnitModel(StageModel):
         seed: int | None,
         dataloader_idx: int | None = None,
         at_end: Callable[[], Any] | None = None,
+        recording: Any = None,
     ) -> StageOutput:
         with self._values.between_layers():
             return self._forward(stage, inputs, batch, batch_idx, mode, seed, at_end)

@@ -15,96 +15,18 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from strategies.models.contents import KeptObjects
 from strategies.models.logs import captured_logs
-from strategies.models.nested import leaves, rebuild, tensors
-from strategies.models.replay.hole import Args, Function, Hole, Kwargs, Spec, operation_name
+from strategies.models.nested import rebuild
+from strategies.models.replay.hole import Args, Hole, Kwargs, Spec, operation_name
 from strategies.models.replay.layout import group_calls
 from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, used_parameters
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
+from strategies.models.replay.recording import Entry, Ref
 from strategies.models.snapshot import restoring
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.tracing.equal_calls import Slot
 from strategies.tracing.figures import ExpertLayer, Figures, Tracer
-
-
-@dataclass(slots=True)
-class _Seen:
-    """A unit's call or an operation: when, on what, and the keys of what came out."""
-
-    position: Position
-    unit: int | None
-    func: Function
-    args: Args
-    kwargs: Kwargs
-    objects: KeptObjects
-    outputs: tuple[Hashable, ...] = ()
-
-    @property
-    def inputs(self) -> tuple[Hashable, ...]:
-        """Keys of the values among the arguments, each once, in order."""
-        slots = (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Slot))
-        return tuple(dict.fromkeys(slot.key for slot in slots if not slot.parameter))
-
-
-class TracingProbe(Probe):
-    """A probe that also notes what units and operations were called with."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.seen: list[_Seen] = []
-        self._alive: dict[int, Any] = {}
-
-    def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
-        call = len(self.record.calls)
-        given, named = self._noted((args, kwargs))
-        # A cache among them, say, to which the layer is about to add something.
-        seen = _Seen((call, -1), index, forward, given, named, KeptObjects((given, named)))
-        self.seen.append(seen)
-        result = super().on_unit(index, forward, args, kwargs)
-        seen.outputs = self._keys(result)
-        return result
-
-    def on_operation(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        call = len(self.record.calls)
-        before = len(self.record.events[call])
-        given, named = self._noted((args, kwargs))
-        result = super().on_operation(func, args, kwargs)
-        if len(self.record.events[call]) > before:
-            seen = _Seen((call, before + 1), None, func, given, named, KeptObjects(()))
-            seen.outputs = self._keys(result)
-            self.seen.append(seen)
-        return result
-
-    def _noted(self, value: Any) -> Any:
-        """Arguments with slots for holes and parameters, and copies of everything else."""
-        slots: dict[int, Slot] = {}
-
-        def note(leaf: Any) -> Any:
-            if not isinstance(leaf, Hole | nn.Parameter):
-                return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-            if id(leaf) not in slots:
-                slots[id(leaf)] = self._slot(leaf)
-            return slots[id(leaf)]
-
-        return rebuild(value, note)
-
-    def _slot(self, tensor: Tensor) -> Slot:
-        parameter = not isinstance(tensor, Hole) or tensor.parameter is not None
-        spec = tensor.spec if isinstance(tensor, Hole) else Spec.of(tensor)
-        spec = replace(spec, device=torch.device("cpu"))
-        return Slot(spec, self._key(tensor), parameter=parameter)
-
-    def _key(self, tensor: Tensor) -> Hashable:
-        storage = self.twin(tensor).untyped_storage()
-        self._alive[int(storage._cdata)] = storage  # or its number would be given away again
-        return int(storage._cdata)
-
-    def _keys(self, result: Any) -> tuple[Hashable, ...]:
-        return tuple(
-            self._key(t) if isinstance(t, Hole) else ("real", id(t)) for t in tensors(result)
-        )
 
 
 def trace_replayed(
@@ -115,10 +37,10 @@ def trace_replayed(
     Raises:
         ModelError: The step cannot be cut into stages, or a layer cannot be traced.
     """
-    made: list[TracingProbe] = []
+    made: list[Probe] = []
 
-    def make(*args: Any, **kwargs: Any) -> TracingProbe:
-        made.append(TracingProbe(*args, **kwargs))
+    def make(*args: Any, **kwargs: Any) -> Probe:
+        made.append(Probe(*args, **kwargs))
         return made[-1]
 
     probed = probe_units(module, batch, "train", chain, make)
@@ -126,9 +48,7 @@ def trace_replayed(
         return _figures(probed.path, made[-1], list(probed.units.values()), tracer)
 
 
-def _figures(
-    path: Path, probe: TracingProbe, modules: list[nn.Module], tracer: Tracer
-) -> ModelFigures:
+def _figures(path: Path, probe: Probe, modules: list[nn.Module], tracer: Tracer) -> ModelFigures:
     groups = group_calls(path)
     units = [UnitFigures(path.name(calls.start)) for calls in groups]
     cuts = [path.cuts[calls.start] for calls in groups]
@@ -139,27 +59,52 @@ def _figures(
     for number, (calls, start, end) in enumerate(zip(groups, starts, ends, strict=True)):
         units[number].parameters = dict.fromkeys(used_parameters(path, start, end, calls))
         units[number].cost = sum(path.calls[call].cost for call in calls)
-    for place, seen in enumerate(probe.seen):
-        seen.objects.restore()
-        if seen.unit is not None:
-            call = seen.position[0]
+    for place, (entry, outputs) in enumerate(zip(probe.tape.entries, probe.outputs, strict=True)):
+        args, kwargs, inputs = _with_slots(entry, probe)
+        if entry.objects is not None:  # A cache among them, say, to which layers have added.
+            entry.objects.restore()
+        if entry.unit is not None:
+            call = entry.position[0] - 1
             number = next(i for i, calls in enumerate(groups) if call in calls)
             name = path.name(call)
-            figures = tracer.layer(name, modules[seen.unit], seen.args, seen.kwargs)
+            figures = tracer.layer(name, modules[entry.unit], args, kwargs)
         else:
             number = next(
-                (i for i, end in enumerate(ends) if seen.position <= end), len(groups) - 1
+                (i for i, end in enumerate(ends) if entry.position <= end), len(groups) - 1
             )
-            name = f"{operation_name(seen.func)} between {units[number].name} and the next"
-            figures = tracer.operation(name, seen.func, seen.args, seen.kwargs)
+            name = f"{operation_name(entry.call)} between {units[number].name} and the next"
+            figures = tracer.operation(name, entry.call, args, kwargs)
         units[number].add(
-            figures,
-            call=place,
-            inputs=seen.inputs,
-            outputs=seen.outputs,
-            layer=seen.unit is not None,
+            figures, call=place, inputs=inputs, outputs=outputs, layer=entry.unit is not None
         )
     return ModelFigures(tuple(units), _crossing(path, groups))
+
+
+def _with_slots(entry: Entry, probe: Probe) -> tuple[Args, Kwargs, tuple[Hashable, ...]]:
+    """Arguments with slots for values and parameters, and the keys of the values, each once."""
+    slots: dict[Any, Slot] = {}
+
+    def slot(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            value = probe.record.values[leaf.number]
+            key: Hashable = leaf.number
+            found = Slot(_on_cpu(value.spec), int(value.storage._cdata))
+        elif isinstance(leaf, Hole | nn.Parameter):
+            parameter = not isinstance(leaf, Hole) or leaf.parameter is not None
+            spec = leaf.spec if isinstance(leaf, Hole) else Spec.of(leaf)
+            key = id(leaf)
+            found = Slot(_on_cpu(spec), probe.storage_of(leaf), parameter=parameter)
+        else:
+            return leaf
+        return slots.setdefault(key, found)
+
+    args, kwargs = rebuild((entry.args, entry.kwargs), slot)
+    keys = dict.fromkeys(found.key for found in slots.values() if not found.parameter)
+    return args, kwargs, tuple(keys)
+
+
+def _on_cpu(spec: Spec) -> Spec:
+    return replace(spec, device=torch.device("cpu"))
 
 
 def _crossing(

@@ -185,6 +185,7 @@ class SegmentModel(DividedStep):
         seed: int | None,
         dataloader_idx: int | None = None,
         at_end: Callable[[], Any] | None = None,
+        recording: Any = None,
     ) -> StageOutput:
         assert stage in self._owned, f"stage {stage} is not owned here"
         if mode != "train":

@@ -46,6 +46,16 @@ def enter_unit(
     return forward(*args, **kwargs)
 
 
+def enter_function(marker: torch.Tensor, apply: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Calls an autograd function; an active replay takes it for one operation.
+
+    So the backward that its author has written comes with it.
+    """
+    if has_torch_function((marker,)):
+        return handle_torch_function(enter_function, (marker,), marker, apply, args, kwargs)
+    return apply(*args, **kwargs)
+
+
 def unwatched(marker: torch.Tensor, function: Callable[[], Any]) -> Any:
     """Calls ``function`` with an active replay looking away; the same trick."""
     if has_torch_function((marker,)):
@@ -61,10 +71,12 @@ def gated(
 ) -> AbstractContextManager[None]:
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for index, unit in enumerate(units):
-        # ``module.compile()`` bypasses forward; its entry point is replaced instead.
-        compiled = unit.__dict__.get("_compiled_call_impl") is not None
-        name = "_compiled_call_impl" if compiled else "forward"
-        changes.append((unit.__dict__, name, _gate(index, getattr(unit, name))))
+        call = unit.__dict__.get("_compiled_call_impl")
+        if call is None:  # Else its code is compiled as it is, and must not be changed.
+            forward = _gate(index, unit.forward)
+            changes.append((unit.__dict__, "forward", forward))
+            call = _call_of(unit, forward)
+        changes.append((unit.__dict__, "_compiled_call_impl", _gate(index, call)))
     changes += [(module.__dict__, "log", log), (module.__dict__, "log_dict", log_dict)]
     trainer = getattr(module, "_trainer", None)
     loggers = getattr(trainer, "_loggers", None)
@@ -210,6 +222,7 @@ class _StepThreads:
         self._running = 0
         self._own = threading.local()
         self._enter: Callable[[Any], None] = torch.inference_mode.__enter__
+        self._apply: Any = vars(torch.autograd.Function)["apply"]
 
     @contextlib.contextmanager
     def versions_counted(self) -> Iterator[None]:
@@ -226,6 +239,8 @@ class _StepThreads:
             if self._running == 1:
                 self._enter = torch.inference_mode.__enter__
                 torch.inference_mode.__enter__ = _enter_inference  # type: ignore[method-assign]
+                self._apply = vars(torch.autograd.Function)["apply"]
+                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         self._own.depth = self._depth + 1
         try:
             yield
@@ -235,10 +250,17 @@ class _StepThreads:
                 self._running -= 1
                 if self._running == 0:
                     torch.inference_mode.__enter__ = self._enter  # type: ignore[method-assign]
+                    torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
 
     @property
     def _depth(self) -> int:
         return getattr(self._own, "depth", 0)
+
+    def apply(self, function: type, args: Args, kwargs: Kwargs) -> Any:
+        own = self._apply.__get__(None, function)
+        if not self._depth or function.__module__.startswith(("torch.", "strategies.")):
+            return own(*args, **kwargs)
+        return enter_function(MARKER, own, args, kwargs)
 
     def enter(self, mode: Any) -> None:
         if mode.mode and self._depth:
@@ -255,9 +277,34 @@ def _enter_inference(mode: Any) -> None:
     _STEPS.enter(mode)
 
 
+def _apply(function: type, *args: Any, **kwargs: Any) -> Any:
+    return _STEPS.apply(function, args, kwargs)
+
+
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
     """Lightning's rule: the name ``batch_idx``, any second argument, or ``*args``."""
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def _call_of(unit: nn.Module, gate: Any) -> Callable[..., Any]:
+    """A layer's call, with its hooks, past the gate that is for steps that call ``forward``."""
+    own = unit.__dict__
+    forward = own.get("forward")
+    run: Any = unit._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if own.get("forward") is not gate:
+            return run(*args, **kwargs)
+        if forward is None:
+            del own["forward"]
+        else:
+            own["forward"] = forward
+        try:
+            return run(*args, **kwargs)
+        finally:
+            own["forward"] = gate
+
+    return call
 
 
 def _gate(index: int, forward: Function) -> Callable[..., Any]:

@@ -101,6 +101,7 @@ class Path:
         left: Attributes that the step leaves with values from before its last layer, and which.
         drew: Whether the step itself has drawn random numbers, and whether by Python or numpy.
         kept: Values that the step keeps on its module, or returns in a dict.
+        rewrites: Whether the step writes into tensors that it has given to a layer or operation.
     """
 
     units: tuple[str, ...]
@@ -111,6 +112,7 @@ class Path:
     left: tuple[tuple[str, tuple[int, int, int]], ...] = ()
     drew: tuple[bool, bool] = (False, False)
     kept: frozenset[tuple[int, int, int]] = frozenset()
+    rewrites: bool = False
 
     def name(self, call: int) -> str:
         """Name of the unit of a call; ``#2`` marks the second call of the same module, etc."""

@@ -33,6 +33,7 @@ from strategies.models.replay.hole import (
 )
 from strategies.models.replay.inference import Outcome, made_up_by
 from strategies.models.replay.path import Call, Event, Key, Position
+from strategies.models.replay.recording import Entry, Tape
 from strategies.models.replay.rows.packed_rows import note_size, varies
 from strategies.models.replay.shape_mode import ShapeMode
 
@@ -135,6 +136,10 @@ class Probe(ShapeMode):
         self._norms: dict[int, int] = {}
         self._looks: dict[str, frozenset[int]] = {}  # per line, behind how many calls
         self.record.places.append([Place(0, 0, None)])
+        self.tape = Tape(device, copies=True)
+        # For each entry of the tape, where what it gives is stored: as meta tensors are.
+        self.outputs: list[tuple[Hashable, ...]] = []
+        self._stored: list[Any] = []  # or numbers of storages would be given away again
 
     # Looks at values that get the other answer than a zero gives, by number.
     turned: Collection[int] = ()
@@ -162,6 +167,7 @@ class Probe(ShapeMode):
         owned = (self._parameters[id(p)] for p in _parameters_of(self.units[index]))
         self._call_parameters = dict.fromkeys(owned)
         given = list(leaves((args, kwargs)))
+        entry = self.tape.begin(index, forward, args, kwargs, STEP_FRAME)
         outcome, holes = self.infer_unit(index, forward, args, kwargs, call)
         if any(isinstance(leaf, GeneratorType) for leaf in leaves(outcome.template)):
             self._refuse_generator(index, line)
@@ -189,6 +195,7 @@ class Probe(ShapeMode):
         self.record.regions.append(region)
         self.record.events.append([])
         self._note_births((call + 1, 0), produced, tracked, region)
+        self._note_entry(entry, (call + 1, 0), produced)
         self.record.places.append([Place(0, self._clock, region)])
         self._note_running_statistics(index, call)
         self.costs.random = False
@@ -224,6 +231,7 @@ class Probe(ShapeMode):
         storages = self._storages(args, kwargs)
         key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
         self.costs.random = False
+        entry = self.tape.begin(None, func, args, kwargs, STEP_FRAME)
         outcome, metas = self.infer(func, args, kwargs)
         self._refuse_writes(outcome, name, args, kwargs)
         if outcome.dependent:
@@ -241,6 +249,7 @@ class Probe(ShapeMode):
             tracked = tuple(isinstance(tensor, Hole) for tensor in produced)
             events.append(Event(name, user_line(), tracked, self.costs.random, parameters))
             self._note_births((call, len(events)), produced, tracked, region)
+            self._note_entry(entry, (call, len(events)), produced)
             self.record.places[call].append(Place(len(events), self._clock, region))
         return result
 
@@ -250,6 +259,19 @@ class Probe(ShapeMode):
         self._note_uses((value,))
 
     # -- bookkeeping -----------------------------------------------------------------------
+
+    def storage_of(self, tensor: Tensor) -> Hashable:
+        """What values that share memory have in common."""
+        storage = self.twin(tensor).untyped_storage()
+        self._stored.append(storage)
+        return int(storage._cdata)
+
+    def _note_entry(self, entry: Entry, position: Position, produced: list[Tensor]) -> None:
+        entry.position = position
+        self.tape.entries.append(entry)
+        self.outputs.append(
+            tuple(self.storage_of(t) if isinstance(t, Hole) else ("real", id(t)) for t in produced)
+        )
 
     def _note_births(
         self,

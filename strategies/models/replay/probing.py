@@ -6,7 +6,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -180,7 +180,8 @@ def probe_path(
         dataloader_idx,
     )
     step = STEP_NAMES[mode]
-    return _make_path(probe.record, tuple(units), step=step, clones_batch=written)
+    path = _make_path(probe.record, tuple(units), step=step, clones_batch=written)
+    return replace(path, rewrites=probe.tape.is_rewritten())
 
 
 def run_probe(

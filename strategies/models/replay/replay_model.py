@@ -18,6 +18,7 @@ from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture, apart, no_means
 from strategies.models.nested import cloned, join_parts, rebuild, structure, tensors
 from strategies.models.replay.cut_module import CutModule
+from strategies.models.replay.execute import Execution
 from strategies.models.replay.gate import (
     StageDone,
     as_written,
@@ -28,6 +29,8 @@ from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Cut
 from strategies.models.replay.probing import Probed, batch_device
+from strategies.models.replay.recorder import RecordedLogs, Recorder
+from strategies.models.replay.recording import Recording
 from strategies.models.replay.rows.batch_rows import RowRun, Rows, Share, find_rows, join
 from strategies.models.replay.rows.draws import BatchDraws, RunDraws
 from strategies.models.replay.rows.dry_run import DryRun, DryTrace
@@ -38,7 +41,7 @@ from strategies.models.replay.rows.row_scout import (
     number_of_rows,
     scout,
 )
-from strategies.models.replay.stage_run import StageRun
+from strategies.models.replay.stage_run import StageRun, dense, like_sent
 from strategies.models.replay.step_paths import Where
 from strategies.models.snapshot import restoring
 from strategies.models.stage_model import (
@@ -70,6 +73,8 @@ class ReplayModel(CutModule):
         self._postponed = False
         self._rows: dict[Step, list[Rows | None]] = {}
         self._dry_caches: dict[Step, dict[Hashable, Outcome]] = {}
+        # Whether layers of a stage write into what they are given that the batch alone decides.
+        self._careful: dict[tuple[Step, int], bool] = {}
 
     def forward(
         self,
@@ -83,6 +88,7 @@ class ReplayModel(CutModule):
         seed: int | None,
         dataloader_idx: int | None = None,
         at_end: Callable[[], Any] | None = None,
+        recording: Recording | None = None,
     ) -> StageOutput:
         assert stage in self._owned, f"stage {stage} is not owned here"
         which: Step = (mode, dataloader_idx or 0, structure(batch))
@@ -91,22 +97,125 @@ class ReplayModel(CutModule):
         entry, leave = layout.cuts[stage]
         if leave is None and self._postponed:
             leave = self._last_cut(which)
-        end = path.cuts[-1] if leave is None else None
+        end = path.cuts[-1]
         if leave is not None and entry.position == leave.position:
             given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
             return StageOutput(passed, groups=layout.groups[stage])
+        last = self._end_of_layers(which) if leave is None else None
+        logs: tuple[LogCall, ...] = ()
+        until = leave or last
+        with nullcontext() if seed is None else kept_generators():
+            if until is not None:
+                if recording is None:
+                    with restoring(self._module, self._modules):
+                        recording = self.record(
+                            batch=batch, batch_idx=batch_idx, microbatch=microbatch, mode=mode,
+                            dataloader_idx=dataloader_idx,
+                        )  # fmt: skip
+                values, logs = self._execute(which, stage, recording, inputs, entry, until, seed)
+                if leave is not None:
+                    sent = tuple(map(dense, values, leave.tensors))
+                    return StageOutput(sent, logs=logs, groups=layout.groups[stage])
+                entry, inputs = until, values
+            if path.clones_batch:
+                batch = cloned(batch)
+            run = self._new_run(
+                which, entry, None, inputs, seed, batch, self._run_draws(microbatch),
+                end=end if isinstance(end, Cut) else None, at_end=at_end,
+            )  # fmt: skip
+            output = self._run(run, layout.groups[stage], mode, batch, batch_idx, dataloader_idx)
+        ends = end if isinstance(end, str) else run.ends
+        return replace(output, ends=ends, marks=run.marks, logs=(*logs, *output.logs))
+
+    def record(
+        self,
+        *,
+        batch: Any,
+        batch_idx: int,
+        microbatch: int,
+        mode: Mode,
+        dataloader_idx: int | None = None,
+    ) -> Recording:
+        which: Step = (mode, dataloader_idx or 0, structure(batch))
+        path = self._path(which, batch, batch_idx, dataloader_idx)
         if path.clones_batch:
             batch = cloned(batch)
-        run = self._new_run(
-            which, entry, leave, inputs, seed, batch, self._run_draws(microbatch),
-            end=end if isinstance(end, Cut) else None, at_end=at_end,
-        )  # fmt: skip
-        with nullcontext() if seed is None else kept_generators():
-            output = self._run(run, layout.groups[stage], mode, batch, batch_idx, dataloader_idx)
-        if end is None:
-            return output
-        return replace(output, ends=end if isinstance(end, str) else run.ends, marks=run.marks)
+        run = Recorder(
+            self._modules,
+            path,
+            step=STEP_NAMES[mode],
+            modules=self._by_name,
+            device=batch_device(batch, self._module),
+            cache=self._caches[which],
+            draws=self._run_draws(microbatch),
+        )
+        logs = RecordedLogs(run, self._module)
+        try:
+            run.begin()
+            gates = gated(self._module, self._modules, logs.log, logs.log_dict)
+            shown = self._table.shown() if run.names_parameters else nullcontext()
+            written = as_written() if self._compiled else nullcontext()
+            with gates, shown, written, self._between_layers(), run.seeding(), run:
+                result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
+            run.on_return(result)
+        except StageDone:
+            pass
+        finally:
+            recording = run.recording()
+            run.close()
+        return recording
+
+    def _execute(
+        self,
+        which: Step,
+        stage: int,
+        recording: Recording,
+        inputs: Sequence[Tensor],
+        begin: Cut,
+        end: Cut,
+        seed: int | None,
+    ) -> tuple[tuple[Tensor, ...], tuple[LogCall, ...]]:
+        """Runs a stage's part of a recording; gives the values that cross its end, and logs."""
+        numbers = recording.numbers
+        if len(inputs) != len(begin.tensors):
+            raise ModelError(
+                f"a stage of {STEP_NAMES[which[0]]} got {len(inputs)} tensors, its cut has "
+                f"{len(begin.tensors)}."
+            )
+        env = {
+            numbers[boundary.key]: like_sent(tensor, boundary)
+            for tensor, boundary in zip(inputs, begin.tensors, strict=True)
+        }
+        wanted = [numbers[boundary.key] for boundary in end.tensors]
+        shares = None if self._sharding is None else self._sharding.values
+        careful = self._careful.get((which, stage), True)
+        run = Execution(
+            self._paths[which],
+            seed,
+            STEP_NAMES[which[0]],
+            batch_device(inputs or (), self._module).type,
+            self._selective,
+            copies=careful,
+            whole=_as_it_is if shares is None else shares.whole_of,
+        )
+        with self._between_layers():
+            run.run(recording, env, begin.position, end.position, set(wanted))
+            values = tuple(run.whole(env[number]) for number in wanted)
+        if (which, stage) not in self._careful:
+            self._careful[which, stage] = run.changed_its_copies
+        return values, tuple(run.logs)
+
+    def _end_of_layers(self, which: Step) -> Cut | None:
+        """Where Python runs for real from on; None where all of the last stage has to.
+
+        There what the last layer gives stays cut over ranks, or is not all that Python goes on
+        with (an activation checkpoint around the last layer and the loss).
+        """
+        end = self._paths[which].cuts[-1]
+        if isinstance(end, str) or self._sharding is not None:
+            return None
+        return replace(end, tensors=tuple(replace(b, order=None) for b in end.tensors))
 
     def whole(
         self,

@@ -22,6 +22,7 @@ from strategies.models.contents import KeptObjects
 from strategies.models.nested import is_plain, leaves, rebuild, signature, tensors
 from strategies.models.replay.gate import (
     StageDone,
+    enter_function,
     enter_unit,
     stepping,
     unwatched,
@@ -130,6 +131,13 @@ class ShapeMode(TorchFunctionMode):
                 return self.on_unit(index, forward, unit_args, unit_kwargs)
             with self:  # a unit inside a unit that is being inferred
                 return forward(*unit_args, **unit_kwargs)
+        if func is enter_function:
+            _, apply, given, named = args
+            if self._inside is not None:
+                with self:
+                    return apply(*given, **named)
+            tracked = self._any_tracked(given)
+            return (self.on_operation if tracked else self.plain)(apply, given, named)
         if func is unwatched:
             return args[1]()
         kwargs = kwargs or {}
@@ -212,12 +220,15 @@ class ShapeMode(TorchFunctionMode):
         """
         key = ("unit", index, torch.is_grad_enabled(), signature((args, kwargs)))
         given = list(leaves((args, kwargs)))
-        outcome = self._cache.get(key)
+        hooked = _has_hooks(self.units[index])
+        outcome = None if hooked else self._cache.get(key)
         if outcome is None or outcome.packs:
             arguments = KeptObjects((args, kwargs))
             with restoring(self.units[index]):
-                outcome, _ = self.infer_unit(index, forward, args, kwargs, call)
+                outcome, holes = self.infer_unit(index, forward, args, kwargs, call)
             arguments.restore()
+            if hooked:  # What they have gathered are these very holes.
+                return self.give(outcome, holes, given)
             self._remember(key, outcome)
         return self.give(outcome, self.new_holes(outcome, None), given)
 
@@ -378,3 +389,8 @@ class ShapeMode(TorchFunctionMode):
             elif isinstance(value, dict) and self._any_tracked(value.values()):
                 return True
         return False
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    """Whether a call of a layer runs hooks, which may gather what it is given or returns."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks)

@@ -93,6 +93,7 @@ class Executor:
             route.recomputed if stream is None else stream.recomputed,
             under_way,
             one_loss=route.one_loss,
+            num_forwards=route.num_forwards,
         )
         record = parts.recorder.begin(step, program, None if stream is None else stream.place)
         self._places = route.channel
@@ -250,6 +251,7 @@ class _Route:
     last_forward: int  # place of the last F, or of the loss behind it; -1 without one
     recomputed: frozenset[tuple[int, int | None]]  # (stage, microbatch) that keep their input only
     one_loss: bool  # whether some rank has a LOSS
+    num_forwards: int  # of each microbatch on this rank
     program: Program
     rank: int
 
@@ -273,6 +275,7 @@ class _Route:
             if item.kind is Kind.REDUCE and not item.after and item.stage in last:
                 # Behind it backwards may follow that add to another update's gradient.
                 arming.add((last[item.stage], item.stage))
+        forwards = [part for item in row for part in item.parts if part.kind is Kind.F]
         inside: dict[int, tuple[range, ...]] = {}
         end = len(row)
         for place, item in enumerate(row if program.exchanges else ()):
@@ -300,6 +303,7 @@ class _Route:
             },
             last_forward=last_forward,
             recomputed=frozenset((i.stage, i.microbatch) for i in row if i.kind is Kind.R),
+            num_forwards=len(forwards) // max(1, len({part.microbatch for part in forwards})),
             one_loss=any(item.kind is Kind.LOSS for each in program.ranks for item in each),
             program=program,
             rank=rank,

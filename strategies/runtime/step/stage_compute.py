@@ -81,8 +81,10 @@ class UnderWay:
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     kept: dict[tuple[int, int], KeptForward] = field(default_factory=dict)
     pending: dict[tuple[int, int], PendingWeights] = field(default_factory=dict)
-    # What the pass that ran the forward was given.
-    origins: dict[tuple[int, int], tuple[PassOptions, Microbatch]] = field(default_factory=dict)
+    # What the pass that ran the forward was given, and the recording of the step for its R.
+    origins: dict[tuple[int, int], tuple[PassOptions, Microbatch, Any]] = field(
+        default_factory=dict
+    )
 
 
 _NO_CONTEXT = nullcontext()
@@ -102,8 +104,15 @@ class StageCompute:
         under_way: UnderWay,
         *,
         one_loss: bool,
+        num_forwards: int,
     ) -> None:
-        """``one_loss``: the program ends with a LOSS of the whole batch."""
+        """``one_loss``: the program ends with a LOSS of the whole batch.
+
+        ``num_forwards`` of each microbatch run on this rank.
+        """
+        self._num_forwards = num_forwards
+        # Of each microbatch that has more forwards here: its recording, and how many have run.
+        self._recordings: dict[int, tuple[Any, int]] = {}
         self._result = StepResult()
         # Of the losses, where these are the host's own numbers: it waits for none of them.
         self._mean: float | None = None
@@ -228,8 +237,9 @@ class StageCompute:
         else:
             leaves = inputs
         here = (item.stage, item.microbatch)
-        self._origins[here] = (self._options, microbatch)
         whole = self._parts.whole
+        recording = self._record(item.microbatch, microbatch.data)
+        self._origins[here] = (self._options, microbatch, recording)
         with whole.around(item.stage):
             if here in self._recomputed:
                 self._kept[here], output = self._parts.recomputation.forward(
@@ -239,6 +249,7 @@ class StageCompute:
                     self._parts.activations.note("inputs", *here, leaves)
             else:
                 output = self._call(item, leaves, microbatch.data)
+                self._origins[here] = (self._options, microbatch, None)
         whole.after(item.stage, item.microbatch, output)
         copy = item.microbatch % self._copies
         self._result.logs.extend(
@@ -273,6 +284,7 @@ class StageCompute:
         whole = self._parts.whole
         with whole.around(item.stage), whole.unchanged():
             leaves, output = self._parts.recomputation.again(self._kept.pop(here), again)
+        self._origins[here] = (*self._origins[here][:2], None)
         self._keep_graph(here, leaves, output)
 
     def _keep_graph(
@@ -283,11 +295,30 @@ class StageCompute:
         if self._parts.activations is not None:
             self._parts.activations.graph(*here, leaves, (*output.tensors, output.loss))
 
+    def _record(self, label: int, data: Any) -> Any:
+        """The recording of a microbatch's step, which this rank's first forward of it makes."""
+        recording, num_run = self._recordings.pop(label, (None, 0))
+        if num_run == 0:
+            options = self._options
+            with torch.set_grad_enabled(self._learns):
+                recording = self._parts.model.record(
+                    batch=data,
+                    batch_idx=options.batch_idx,
+                    microbatch=label - next(iter(self._microbatches)),
+                    mode=options.mode,
+                    dataloader_idx=options.dataloader_idx,
+                )
+            if recording is not None:
+                self._parts.whole.state.restore()
+        if num_run + 1 < self._num_forwards:
+            self._recordings[label] = recording, num_run + 1
+        return recording
+
     def _call(self, item: Instruction, leaves: tuple[Tensor, ...], data: Any) -> StageOutput:
         """Runs the stage; one that begins in place gets copies, which autograd lets it change."""
         assert item.microbatch is not None
         copied = self._parts.begins_in_place
-        options, _ = self._origins[item.stage, item.microbatch]
+        options, _, recording = self._origins[item.stage, item.microbatch]
         seed = None if options.seed is None else options.seed * 8191 + item.microbatch
         # Without a flush labels go on from batch to batch, and those of earlier ones run again.
         known = item.microbatch in self._microbatches
@@ -308,6 +339,7 @@ class StageCompute:
                         seed=seed,
                         dataloader_idx=options.dataloader_idx,
                         at_end=self._parts.whole.at_end,
+                        recording=recording,
                     )
                 except RuntimeError as error:
                     # It failed at its first operation, so nothing has happened yet.
@@ -385,7 +417,7 @@ class StageCompute:
             return graph, [output for output, _ in ends], [gradient for _, gradient in ends]
         if item.stage == self._last:
             assert graph.loss is not None
-            _, microbatch = self._origins[item.stage, item.microbatch]
+            _, microbatch, _ = self._origins[item.stage, item.microbatch]
             if not graph.loss.requires_grad:
                 return graph, [], []
             if microbatch.weight == 0 and not bool(graph.loss.detach().isfinite().all()):
