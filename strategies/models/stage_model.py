@@ -23,8 +23,8 @@ from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRa
 if TYPE_CHECKING:
     from strategies.models.replay.path import ParameterTable
     from strategies.models.replay.rows.draws import BatchDraws
+    from strategies.models.replay.step_paths import Followed
     from strategies.models.selective.policy import Selection
-    from strategies.models.state import Generators
     from strategies.sharding_plan import ShardingPlan
 
 
@@ -420,26 +420,17 @@ class StageModel(ABC):
         """Why an evaluation step cannot be cut where this model is; None where it can."""
         return None
 
-    def decides(self, mode: Mode) -> bool:
-        """Whether the code of a step has branches, so that batches may differ."""
-        return False
-
-    def switched(self) -> bool:
-        """Whether numbers that the training step reads are nil or one that were not, or back."""
-        return False
-
     @property
     def look(self) -> Hashable:
         """Of what the last look at a step's rows holds: numbers that it reads, and hooks."""
         return None
 
-    def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
-        """Which way the training step goes for a batch, by its number; None if to no layer.
+    def first_recording(self, batch: Any, batch_idx: int) -> Followed | None:
+        """Records the first microbatch of a training batch, which tells the way of the step.
 
-        Behind the step, given where generators stood, ``again`` gives the batch that is to be gone
-        through once more, with other numbers; None if that is not needed.
+        None for a model that is not recorded.
         """
-        return 0
+        return None
 
     def changes_batch(self, mode: Mode) -> bool:
         """Whether a step that has been looked at writes into its batch."""
@@ -448,10 +439,6 @@ class StageModel(ABC):
     def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
         """Finds the layers of a way that is new; generators stand where its step draws from."""
         raise NotImplementedError
-
-    def follow_hooks(self) -> None:
-        """Looks again at steps if hooks of modules between or around layers have come or gone."""
-        return
 
     def follow_freezing(self) -> None:
         """Parameters of any rank were frozen or unfrozen: later steps find out what that means."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.logs import captured_logs
 from strategies.models.replay.gate import call_step
-from strategies.models.replay.replay_model import final_output
+from strategies.models.replay.stage_run import final_output
 from strategies.models.stage_model import Mode, StageModel, StageOutput, Unit
 from strategies.plan import NO_RECOMPUTE, Plan
 

@@ -25,10 +25,7 @@ def stage_layers(
         PlanError: The model has too few units, or other ones than are counted.
     """
     costs = [unit.cost.at(rows) for unit in trace.units]
-    if units_per_stage is None:
-        stages = balance(costs, num_stages)
-    else:
-        stages = by_counts(units_per_stage, len(costs), num_stages)
+    stages = stage_units(trace, num_stages, units_per_stage, rows=rows)
     sent = _sent(trace, stages)
     lines = []
     for stage, units in enumerate(stages):
@@ -38,6 +35,16 @@ def stage_layers(
         said = f"{spans([unit.name for unit in own])}, {parameters:,} parameters, "
         lines.append("; ".join([f"{said}{share * 100:.0f} % of the forward", *sent[stage]]))
     return tuple(lines)
+
+
+def stage_units(
+    trace: TracedModel, num_stages: int, units_per_stage: Sequence[int] | None, *, rows: int
+) -> tuple[range, ...]:
+    """Which units each stage has; arguments as for ``stage_layers``."""
+    costs = [unit.cost.at(rows) for unit in trace.units]
+    if units_per_stage is None:
+        return tuple(balance(costs, num_stages))
+    return tuple(by_counts(units_per_stage, len(costs), num_stages))
 
 
 def _sent(trace: TracedModel, stages: Sequence[range]) -> list[list[str]]:

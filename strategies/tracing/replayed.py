@@ -17,16 +17,18 @@ from torch import Tensor, nn
 
 from strategies.models.logs import captured_logs
 from strategies.models.nested import rebuild
+from strategies.models.recording.recording import Entry, Ref
 from strategies.models.replay.hole import Args, Hole, Kwargs, Spec, operation_name
 from strategies.models.replay.layout import group_calls
 from strategies.models.replay.path import Boundary, Cut, Key, Path, Position, used_parameters
 from strategies.models.replay.probe import Probe
 from strategies.models.replay.probing import probe_units
-from strategies.models.replay.recording import Entry, Ref
 from strategies.models.snapshot import restoring
 from strategies.models.unit_model import HasUnits, UnitModel
 from strategies.tracing.equal_calls import Slot
 from strategies.tracing.figures import ExpertLayer, Figures, Tracer
+
+_SHORT = 24  # letters of an argument that a line shows
 
 
 def trace_replayed(
@@ -74,6 +76,7 @@ def _figures(path: Path, probe: Probe, modules: list[nn.Module], tracer: Tracer)
             )
             name = f"{operation_name(entry.call)} between {units[number].name} and the next"
             figures = tracer.operation(name, entry.call, args, kwargs)
+        units[number].recorded.append(_line(entry, name.partition(" ")[0], probe))
         units[number].add(
             figures, call=place, inputs=inputs, outputs=outputs, layer=entry.unit is not None
         )
@@ -101,6 +104,30 @@ def _with_slots(entry: Entry, probe: Probe) -> tuple[Args, Kwargs, tuple[Hashabl
     args, kwargs = rebuild((entry.args, entry.kwargs), slot)
     keys = dict.fromkeys(found.key for found in slots.values() if not found.parameter)
     return args, kwargs, tuple(keys)
+
+
+def _line(entry: Entry, name: str, probe: Probe) -> str:
+    """An entry of a recording as a line: what it gives, what it is, what it takes."""
+
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, Ref):
+            return f"%{leaf.number}"
+        if isinstance(leaf, Tensor):
+            parameter = probe.name_of(leaf)
+            return parameter or f"batch {list(leaf.shape)}"
+        if isinstance(leaf, list | tuple):
+            return f"[{', '.join(map(text, leaf))}]"
+        short = repr(leaf)
+        return short if len(short) <= _SHORT else type(leaf).__name__
+
+    given = [text(arg) for arg in entry.args]
+    given += [f"{key}={text(value)}" for key, value in entry.kwargs.items()]
+    made = [
+        f"%{number} {list(probe.record.values[number].spec.shape)}"
+        for number in entry.numbers
+        if number is not None
+    ]
+    return f"{', '.join(made)} = {name}({', '.join(given)})" if made else f"{name}({given})"
 
 
 def _on_cpu(spec: Spec) -> Spec:
@@ -196,6 +223,7 @@ class UnitFigures:
         unknown: Operations without a formula.
         experts: Of its layers that have some.
         cost: By which ranks balance their stages.
+        recorded: The entries of the step's recording, a line each.
     """
 
     name: str
@@ -211,6 +239,7 @@ class UnitFigures:
     unknown: set[str] = field(default_factory=set)
     experts: tuple[ExpertLayer, ...] = ()
     cost: float = 1.0
+    recorded: list[str] = field(default_factory=list)
 
     def add(
         self,

@@ -23,7 +23,7 @@ from strategies.costs.trace_file import (
 from strategies.errors import ModelError
 from strategies.models.unit_model import HasUnits
 from strategies.plan import Options, Plan
-from strategies.planner.stage_layers import stage_layers
+from strategies.planner.stage_layers import stage_layers, stage_units
 from strategies.tracing.figures import ExpertLayer, Tracer
 from strategies.tracing.replayed import (
     ModelFigures,
@@ -56,11 +56,7 @@ def trace_model(
     found: list[tuple[int, ModelFigures]] = []
     for rows, batch in microbatches[:2]:
         with autocast():
-            figures = (
-                trace_declared(module, batch, tracer)
-                if isinstance(module, HasUnits)
-                else trace_replayed(cast(LightningModule, module), batch, tracer, chain=chain)
-            )
+            figures = _figures(module, batch, tracer, chain)
         found.append((rows, figures))
     first, second = found[0], found[-1] if len(found) > 1 else None
     if second is not None and _shape(first[1]) != _shape(second[1]):
@@ -73,17 +69,30 @@ def trace_model(
 
 
 def list_stages(
-    module: LightningModule, batch: Any, rows: int, plan: Plan, options: Options
+    module: LightningModule, batch: Any, rows: int, plan: Plan, options: Options, *, entries: bool
 ) -> str:
-    """What ``PipelineStrategy.describe`` says: a line per stage, in the order of ranks."""
+    """What ``PipelineStrategy.describe`` says: a line per stage, in the order of ranks.
+
+    With ``entries`` the recording's follow each.
+    """
     placement = compile_plan(plan).train.placement
-    trace = trace_model(module, [(rows, batch)], chain=options.pipeline_layers)
+    figures = _figures(module, batch, Tracer(nullcontext), options.pipeline_layers)
+    trace = _traced(module, (rows, figures), None)
+    units = stage_units(trace, placement.num_stages, options.units_per_stage, rows=rows)
     lines = stage_layers(trace, placement.num_stages, options.units_per_stage, rows=rows)
-    return "\n".join(
-        f"rank {rank}: stage {stage}: {lines[stage]}"
-        for rank in range(placement.num_ranks)
-        for stage in placement.stages_of(rank)
-    )
+    found = []
+    for rank in range(placement.num_ranks):
+        for stage in placement.stages_of(rank):
+            found.append(f"rank {rank}: stage {stage}: {lines[stage]}")
+            for unit in units[stage] if entries else ():
+                found += [f"  {line}" for line in figures.units[unit].recorded]
+    return "\n".join(found)
+
+
+def _figures(module: nn.Module, batch: Any, tracer: Tracer, chain: str | None) -> ModelFigures:
+    if isinstance(module, HasUnits):
+        return trace_declared(module, batch, tracer)
+    return trace_replayed(cast(LightningModule, module), batch, tracer, chain=chain)
 
 
 def _shape(figures: ModelFigures) -> object:

@@ -19,6 +19,7 @@ from strategies.errors import ModelError
 from strategies.models.collectives import is_collective
 from strategies.models.flops import CostCounter
 from strategies.models.nested import leaves, signature, tensors
+from strategies.models.recording.recording import Entry, Tape
 from strategies.models.replay.gate import STEP_FRAME
 from strategies.models.replay.hole import (
     Args,
@@ -33,7 +34,7 @@ from strategies.models.replay.hole import (
 )
 from strategies.models.replay.inference import Outcome, made_up_by
 from strategies.models.replay.path import Call, Event, Key, Position
-from strategies.models.replay.recording import Entry, Tape
+from strategies.models.replay.rows.draws import RunDraws
 from strategies.models.replay.rows.packed_rows import note_size, varies
 from strategies.models.replay.shape_mode import ShapeMode
 
@@ -103,7 +104,8 @@ class Probe(ShapeMode):
     ``names`` are the units' global ones. ``parameters`` has names by identity of the parameter (or
     of the hole that replaced it), ``buffers`` those of tensors that outlive the step. The ``cache``
     is filled for the replays, ``step`` is for messages, ``opens`` tells of a unit by its index
-    whether those inside it could take its place; the rest is as for ``ShapeMode``.
+    whether those inside it could take its place; the step draws from ``draws``; the rest is as for
+    ``ShapeMode``.
     """
 
     def __init__(
@@ -117,8 +119,10 @@ class Probe(ShapeMode):
         cache: dict[Hashable, Outcome],
         step: str,
         opens: Callable[[int], bool] = lambda _: False,
+        draws: Callable[[], RunDraws] | None = None,
     ) -> None:
         super().__init__(units, device, cache)
+        self.draws = None if draws is None else draws()
         self._opens = opens
         self.record = Record()
         self.costs = CostCounter()
@@ -210,7 +214,10 @@ class Probe(ShapeMode):
         return result
 
     def plain(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        result = super().plain(func, args, kwargs)
+        if self.draws is not None and self._inside is None:
+            result = self.draws.draw(func, args, kwargs)
+        else:
+            result = super().plain(func, args, kwargs)
         note_size(func, args, kwargs, result)
         return result
 
@@ -260,6 +267,10 @@ class Probe(ShapeMode):
 
     # -- bookkeeping -----------------------------------------------------------------------
 
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of a parameter, of any rank."""
+        return self._parameters.get(id(tensor))
+
     def storage_of(self, tensor: Tensor) -> Hashable:
         """What values that share memory have in common."""
         storage = self.twin(tensor).untyped_storage()
@@ -268,6 +279,7 @@ class Probe(ShapeMode):
 
     def _note_entry(self, entry: Entry, position: Position, produced: list[Tensor]) -> None:
         entry.position = position
+        entry.numbers = tuple(t.value if isinstance(t, Hole) else None for t in produced)
         self.tape.entries.append(entry)
         self.outputs.append(
             tuple(self.storage_of(t) if isinstance(t, Hole) else ("real", id(t)) for t in produced)

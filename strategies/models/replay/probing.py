@@ -25,6 +25,7 @@ from strategies.models.replay.hole import Hole, Spec, error_line, user_line
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, ParameterTable, Path
 from strategies.models.replay.probe import LeakError, Place, Probe, Record, Value
+from strategies.models.replay.rows.draws import RunDraws
 from strategies.models.replay.side_effects import (
     SideEffectError,
     files_at_rest,
@@ -34,7 +35,6 @@ from strategies.models.replay.side_effects import (
 )
 from strategies.models.replay.unit_search import (
     alike,
-    has_branches,
     keeper_of,
     select_units,
     units_to_open,
@@ -51,7 +51,6 @@ from strategies.models.state import (
 
 P = TypeVar("P", bound=Probe)
 _GUARDS = 30  # of a step that stops where a value is not as it should be
-_TRIES = 8  # of a step that leaves out layers at random
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +74,14 @@ def probe_units(
     """Probes a step until its units are those that it calls; arguments as ``probe_path``.
 
     ``chain`` names the container whose children are units, where they are not found as wished. All
-    ranks find the same, wherever their generators stand. Where a step leaves layers out at random,
-    that of several tries counts which calls most of them.
+    ranks find the same, wherever their generators stand.
     """
     before, own = Generators.now(), own_generators(module)
-
-    def probed(seed: int) -> Probed:
-        seed_all(seed)
-        for generator, _ in own:
-            generator.manual_seed(seed)
-        return _probe_units(module, batch, mode, chain, make, dataloader_idx)
-
+    seed_all(0)
+    for generator, _ in own:
+        generator.manual_seed(0)
     try:
-        found = [probed(0)]
-        if found[0].path.drew[0] and has_branches(module, STEP_NAMES[mode], found[0].units):
-            found.append(probed(1))
-            if found[1].path.calls != found[0].path.calls:
-                found += map(probed, range(2, _TRIES))
-        sizes = [len(each.path.calls) for each in found]
-        best = sizes.index(max(sizes))
-        # The last probe is that of the answer, for who looks at it.
-        return found[best] if best == len(found) - 1 or found[-1] == found[best] else probed(best)
+        return _probe_units(module, batch, mode, chain, make, dataloader_idx)
     finally:
         before.put_back()
         for generator, state in own:
@@ -158,11 +144,12 @@ def probe_path(
     make: Callable[..., Probe] = Probe,
     dataloader_idx: int | None = None,
     opens: Collection[int] = (),
+    draws: Callable[[], RunDraws] | None = None,
 ) -> Path:
     """Runs one step of ``mode`` on shapes; leaves module, batch and random states as they were.
 
     ``make`` builds the probe; another one than ``Probe`` itself notes more. A unit among ``opens``
-    that hands on values in objects of its own is a ``LeakError``.
+    that hands on values in objects of its own is a ``LeakError``. The step draws from ``draws``.
 
     Raises:
         ModelError: If the step cannot be replayed; names the user's line and the remedy.
@@ -175,7 +162,7 @@ def probe_path(
         batch,
         batch_idx,
         cache,
-        partial(make, opens=lambda unit: unit in opens),
+        partial(make, opens=lambda unit: unit in opens, draws=draws),
         partial(_reading_what_stays, module, tuple(units.values()), mode),
         dataloader_idx,
     )
@@ -292,10 +279,15 @@ def _run_probe(
         around(probe),
     ):
         try:
-            with probe.costs, probe:
+            with (
+                probe.costs,
+                nullcontext() if probe.draws is None else probe.draws.seeding(),
+                probe,
+            ):
                 result = call_step(module, mode, batch, batch_idx, dataloader_idx)
             drawn = any(not generator.get_state().equal(state) for generator, state in own)
             host = not begun.are_now(host_only=True)
+            drawn = drawn or probe.draws is not None
             probe.record.drew = (drawn or not begun.are_now(), host)
         except SideEffectError as error:  # It may be a report before the step gives up.
             if probe.record.deferred:

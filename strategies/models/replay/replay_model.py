@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from strategies.errors import ModelError, PipelineError
+from strategies.errors import PipelineError
 from strategies.models.collectives import shapes_only
-from strategies.models.logs import LogCapture, apart, no_means
+from strategies.models.logs import LogCapture, apart
 from strategies.models.nested import cloned, join_parts, rebuild, structure, tensors
+from strategies.models.recording.execution import Execution
+from strategies.models.recording.recording import Recording
+from strategies.models.recording.step_recorder import RecordedLogs, Recorder
 from strategies.models.replay.cut_module import CutModule
-from strategies.models.replay.execute import Execution
 from strategies.models.replay.gate import (
     StageDone,
     as_written,
@@ -27,21 +29,12 @@ from strategies.models.replay.gate import (
 )
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
-from strategies.models.replay.path import Cut
+from strategies.models.replay.path import Cut, Path
 from strategies.models.replay.probing import Probed, batch_device
-from strategies.models.replay.recorder import RecordedLogs, Recorder
-from strategies.models.replay.recording import Recording
 from strategies.models.replay.rows.batch_rows import RowRun, Rows, Share, find_rows, join
 from strategies.models.replay.rows.draws import BatchDraws, RunDraws
-from strategies.models.replay.rows.dry_run import DryRun, DryTrace
-from strategies.models.replay.rows.row_scout import (
-    FewRowsError,
-    RowScout,
-    kept_number,
-    number_of_rows,
-    scout,
-)
-from strategies.models.replay.stage_run import StageRun, dense, like_sent
+from strategies.models.replay.rows.row_scout import RowScout, mixed_rows
+from strategies.models.replay.stage_run import StageRun, dense, final_output
 from strategies.models.replay.step_paths import Where
 from strategies.models.snapshot import restoring
 from strategies.models.stage_model import (
@@ -56,16 +49,10 @@ from strategies.models.state import Generators, kept_generators
 
 
 class ReplayModel(CutModule):
-    """Runs stages of a LightningModule by replaying its own steps; build it with ``probe``.
+    """Runs stages of a LightningModule by its recorded steps; build it with ``probe``.
 
-    Each forward calls the user's step from its beginning. Layers of other stages return holes at
-    once; at the stage's first layer the received tensors fill the holes; after its last one an
-    exception leaves the step. Holes cost some ten microseconds per operation between layers;
-    operations inside the stage's own layers cost nothing extra.
-
-    Notes:
-        Log calls are captured by the stage that runs them. Attributes that layers count up per
-        call (not tensors that they return) see microbatches in the order of the schedule.
+    The user's step runs once per microbatch, on placeholders, for ``record``; a stage executes its
+    entries. Behind the last layer the step runs once more, with that layer's values in it.
     """
 
     def __init__(self, module: LightningModule, first: Step, probed: Probed) -> None:
@@ -141,15 +128,53 @@ class ReplayModel(CutModule):
         path = self._path(which, batch, batch_idx, dataloader_idx)
         if path.clones_batch:
             batch = cloned(batch)
-        run = Recorder(
+        run = self._recorder(which, path, batch, self._run_draws(microbatch))
+        self._record(run, which, batch, (batch_idx, dataloader_idx))
+        return run.recording()
+
+    def record_freely(
+        self,
+        which: Step,
+        batch: Any,
+        where: Where,
+        *,
+        microbatch: int | None = None,
+        copies: bool = False,
+    ) -> Recorder:
+        path = self._path(which, batch, *where)
+        draws = None if microbatch is None else self._run_draws(microbatch)
+        # Outcomes of its own: what stages find out in their first forwards is for them to see.
+        cache = ChainMap(self._dry_caches.setdefault(which, {}), self._caches[which])
+        with (
+            torch.inference_mode(False),  # Shapes are followed by versions, which it does not count
+            torch.set_grad_enabled(which[0] == "train"),
+        ):
+            if path.clones_batch or any(tensor.is_inference() for tensor in tensors(batch)):
+                batch = cloned(batch)
+            run = self._recorder(which, path, batch, draws, free=True, copies=copies, cache=cache)
+            with apart(self._module, run.metric):
+                try:
+                    self._record(run, which, batch, where)
+                except PipelineError:
+                    raise
+                except Exception as error:
+                    run.failed = error
+        return run
+
+    def _recorder(
+        self, which: Step, path: Path, batch: Any, draws: RunDraws | None, **others: Any
+    ) -> Recorder:
+        return Recorder(
             self._modules,
             path,
-            step=STEP_NAMES[mode],
+            step=STEP_NAMES[which[0]],
             modules=self._by_name,
             device=batch_device(batch, self._module),
-            cache=self._caches[which],
-            draws=self._run_draws(microbatch),
+            draws=draws,
+            **{"cache": self._caches[which], **others},
         )
+
+    def _record(self, run: Recorder, which: Step, batch: Any, where: Where) -> None:
         logs = RecordedLogs(run, self._module)
         try:
             run.begin()
@@ -157,14 +182,11 @@ class ReplayModel(CutModule):
             shown = self._table.shown() if run.names_parameters else nullcontext()
             written = as_written() if self._compiled else nullcontext()
             with gates, shown, written, self._between_layers(), run.seeding(), run:
-                result = call_step(self._module, mode, batch, batch_idx, dataloader_idx)
-            run.on_return(result)
+                run.on_return(call_step(self._module, which[0], batch, *where))
         except StageDone:
             pass
         finally:
-            recording = run.recording()
             run.close()
-        return recording
 
     def _execute(
         self,
@@ -177,31 +199,18 @@ class ReplayModel(CutModule):
         seed: int | None,
     ) -> tuple[tuple[Tensor, ...], tuple[LogCall, ...]]:
         """Runs a stage's part of a recording; gives the values that cross its end, and logs."""
-        numbers = recording.numbers
-        if len(inputs) != len(begin.tensors):
-            raise ModelError(
-                f"a stage of {STEP_NAMES[which[0]]} got {len(inputs)} tensors, its cut has "
-                f"{len(begin.tensors)}."
-            )
-        env = {
-            numbers[boundary.key]: like_sent(tensor, boundary)
-            for tensor, boundary in zip(inputs, begin.tensors, strict=True)
-        }
-        wanted = [numbers[boundary.key] for boundary in end.tensors]
         shares = None if self._sharding is None else self._sharding.values
-        careful = self._careful.get((which, stage), True)
         run = Execution(
             self._paths[which],
             seed,
             STEP_NAMES[which[0]],
-            batch_device(inputs or (), self._module).type,
+            batch_device(inputs, self._module).type,
             self._selective,
-            copies=careful,
+            copies=self._careful.get((which, stage), True),
             whole=_as_it_is if shares is None else shares.whole_of,
         )
         with self._between_layers():
-            run.run(recording, env, begin.position, end.position, set(wanted))
-            values = tuple(run.whole(env[number]) for number in wanted)
+            values = run.between(recording, inputs, begin, end)
         if (which, stage) not in self._careful:
             self._careful[which, stage] = run.changed_its_copies
         return values, tuple(run.logs)
@@ -212,10 +221,9 @@ class ReplayModel(CutModule):
         There what the last layer gives stays cut over ranks, or is not all that Python goes on
         with (an activation checkpoint around the last layer and the loss).
         """
-        end = self._paths[which].cuts[-1]
-        if isinstance(end, str) or self._sharding is not None:
+        if isinstance(self._paths[which].cuts[-1], str) or self._sharding is not None:
             return None
-        return replace(end, tensors=tuple(replace(b, order=None) for b in end.tensors))
+        return self._last_cut(which)
 
     def whole(
         self,
@@ -322,23 +330,9 @@ class ReplayModel(CutModule):
                 found.loss = float(loss)
             return found
 
-        try:
-            runs = scout(run, whole, parts, rows, step=STEP_NAMES[step[0]])
-        except FewRowsError:
-            raise
-        except ModelError:
-            return RowsMixed()
-        if runs is None:
-            return RowsMixed()
-        both, some = runs
-        shares = [(one.logged, float(number)) for one, number in zip(some, rows, strict=True)]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in self._module.parameters())
         loose = narrow or torch.is_autocast_enabled(batch_device(whole, self._module).type)
-        mixed = next((one.mixed for one in some if one.mixed), None)
-        parts_of = [float(number) for number in rows]
-        number = number_of_rows(both, some, parts_of, loose=loose) if step[0] == "train" else None
-        kept = kept_number(both, some, parts_of, path.kept, loose=loose)
-        return RowsMixed(mixed, no_means(both.logged, shares, loose=loose), number, kept)
+        return mixed_rows(run, whole, parts, rows, mode=step[0], stays=path.kept, loose=loose)
 
     def loss(
         self,
@@ -364,39 +358,6 @@ class ReplayModel(CutModule):
         groups = self._layouts[which].groups[-1]
         with nullcontext() if seed is None else kept_generators():
             return self._run(run, groups, mode, batch, batch_idx, dataloader_idx)
-
-    def dry_run(self, which: Step, batch: Any, where: Where, *, notes: bool = False) -> DryTrace:
-        path = self._path(which, batch, *where)
-        device = batch_device(batch, self._module)
-        # Outcomes of its own: what stages find out in their first forwards is for them to see.
-        cache = ChainMap(self._dry_caches.setdefault(which, {}), self._caches[which])
-        run = DryRun(self._modules, device, cache, notes=notes)
-        names = any(e.parameters for events in path.events for e in events)
-        logs = LogCapture(lambda value: False, self._module)
-        with (
-            restoring(self._module) if notes else nullcontext(),
-            torch.inference_mode(False),  # Shapes are followed by versions, which it does not count
-            torch.set_grad_enabled(which[0] == "train"),
-            gated(self._module, self._modules, logs.log, logs.log_dict),
-            self._table.shown() if names else nullcontext(),
-            shapes_only(),
-            as_written() if self._compiled else nullcontext(),
-        ):
-            if path.clones_batch or any(tensor.is_inference() for tensor in tensors(batch)):
-                batch = cloned(batch)
-            with (
-                suppress(StageDone),
-                apart(self._module, run.metric),
-                self._between_layers(),
-                run,
-            ):
-                try:
-                    run.on_return(call_step(self._module, which[0], batch, *where))
-                except PipelineError:
-                    raise
-                except Exception as error:
-                    run.trace.failed = error
-        return run.trace
 
     def _row_run(
         self,
@@ -489,26 +450,3 @@ class ReplayModel(CutModule):
 
 def _as_it_is(value: Any) -> Any:
     return value
-
-
-def final_output(
-    result: Any, mode: Mode, logs: tuple[LogCall, ...], module: LightningModule
-) -> StageOutput:
-    if mode != "train":
-        return StageOutput(result=result, logs=logs)
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, Tensor) or isinstance(loss, Hole):
-        got = "None" if loss is None else type(loss).__name__
-        raise ModelError(
-            f"training_step of {type(module).__name__} returned {got} instead of a loss. A "
-            "pipeline cannot skip a batch on one stage: return a loss tensor, or a dict with the "
-            "key 'loss', and multiply it by zero to skip. A loss that is not finite is skipped by "
-            "trainer.on_nan=skip."
-        )
-    if loss.numel() != 1:
-        raise ModelError(
-            f"training_step of {type(module).__name__} returned a loss of shape "
-            f"{list(loss.shape)}; a scalar is needed. Return loss.mean()."
-        )
-    detached = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    return StageOutput(loss=loss, result=detached, logs=logs)

@@ -51,6 +51,7 @@ from strategies.models.replay.inference import (
 )
 from strategies.models.replay.rows.packed_rows import infer_packing, packs, pads
 from strategies.models.snapshot import restoring
+from strategies.models.state import kept_generators
 
 # Of their tracked argument these need shape, dtype and device only: real on every stage.
 _LIKE = frozenset(
@@ -237,7 +238,8 @@ class ShapeMode(TorchFunctionMode):
         key = ("operation", func, torch.is_grad_enabled(), signature((args, kwargs)))
         outcome = self._cache.get(key)
         if outcome is None:
-            outcome, _ = self.infer(func, args, kwargs)
+            with kept_generators():
+                outcome, _ = self.infer(func, args, kwargs)
             if outcome.exact and not outcome.dependent:
                 self._remember(key, outcome)
         return outcome

@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from strategies.errors import ModelError
 from strategies.models.collectives import ShapesFirst
-from strategies.models.nested import tensors
+from strategies.models.nested import rebuild, tensors
 from strategies.models.replay.gate import StageDone, as_compiled
 from strategies.models.replay.hole import (
     Args,
@@ -29,11 +30,15 @@ from strategies.models.replay.hole import (
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Boundary, Cut, Path, Position
 from strategies.models.replay.shape_mode import ShapeMode
+from strategies.models.stage_model import LogCall, Mode, StageOutput
 from strategies.models.state import reseed
 
 if TYPE_CHECKING:
     from strategies.models.replay.rows.draws import RunDraws
     from strategies.models.selective.region import SelectiveLayer
+
+
+_MISSING: Any = object()
 
 
 class StageRun(ShapeMode):
@@ -71,6 +76,8 @@ class StageRun(ShapeMode):
         super().__init__(units, device, cache)
         self._whole = whole
         self.left = False
+        self.effects: tuple[tuple[nn.Module, str], ...] = ()  # attributes that a layer sets
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._draws = draws
         self._path = path
         self._selective = selective
@@ -106,8 +113,22 @@ class StageRun(ShapeMode):
         assert self._leave is not None
         return tuple(dense(self._whole(self._found[b.key]), b) for b in self._leave.tensors)
 
+    def give(
+        self, outcome: Outcome, holes: list[Hole], given: list[Any]
+    ) -> tuple[Any, list[Tensor]]:
+        self.effects = tuple((effect.module, effect.attribute) for effect in outcome.effects)
+        for module, attribute in self.effects:
+            self._attributes.append((module, attribute, getattr(module, attribute, _MISSING)))
+        return super().give(outcome, holes, given)
+
     def close(self) -> None:
-        """Forgets all tensors: holes left on the user's modules refer to this object."""
+        """Forgets all tensors, and gives the layers the attributes back that they had."""
+        for module, attribute, value in reversed(self._attributes):
+            if value is _MISSING:
+                module.__dict__.pop(attribute, None)
+            else:
+                setattr(module, attribute, value)
+        self._attributes.clear()
         self._found.clear()
         self._twins.clear()
         self._inputs = ()
@@ -314,11 +335,15 @@ def _ordinals(*cuts: Cut | None) -> dict[Position, set[int]]:
 def dense(tensor: Tensor, boundary: Boundary) -> Tensor:
     """What is sent of a tensor that crosses a cut."""
     if isinstance(tensor, Hole):
-        raise ModelError(
-            "a value that has to cross a cut was never computed on its stage; the step took "
-            "another path than in the probe."
-        )
+        raise never_computed()
     return tensor if boundary.order is None else tensor.permute(boundary.order)
+
+
+def never_computed() -> ModelError:
+    return ModelError(
+        "a value that has to cross a cut was never computed on its stage; the step took another "
+        "path than in the probe."
+    )
 
 
 def like_sent(tensor: Tensor, boundary: Boundary) -> Tensor:
@@ -341,3 +366,26 @@ def _gradients_of(tensor: Tensor) -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def final_output(
+    result: Any, mode: Mode, logs: tuple[LogCall, ...], module: LightningModule
+) -> StageOutput:
+    if mode != "train":
+        return StageOutput(result=result, logs=logs)
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor) or isinstance(loss, Hole):
+        got = "None" if loss is None else type(loss).__name__
+        raise ModelError(
+            f"training_step of {type(module).__name__} returned {got} instead of a loss. A "
+            "pipeline cannot skip a batch on one stage: return a loss tensor, or a dict with the "
+            "key 'loss', and multiply it by zero to skip. A loss that is not finite is skipped by "
+            "trainer.on_nan=skip."
+        )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"training_step of {type(module).__name__} returned a loss of shape "
+            f"{list(loss.shape)}; a scalar is needed. Return loss.mean()."
+        )
+    detached = rebuild(result, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    return StageOutput(loss=loss, result=detached, logs=logs)

@@ -2,36 +2,33 @@
 
 The first probe decides where stages begin and end. The step of another mode, of another kind of
 batch, or another way through a step that has branches, is probed when it comes, and its layers run
-on the stages that have them. Ways are told apart by runs without layers, before each batch.
+on the stages that have them. The recording of a batch's first microbatch tells its way.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from strategies.errors import ModelError
 from strategies.models.nested import structure
+from strategies.models.recording.recording import Recording
+from strategies.models.recording.step_recorder import Recorder
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.layout import Layout, follow_layout, same_layout
 from strategies.models.replay.path import Cut, ParameterTable, Path
 from strategies.models.replay.probing import Probed, probe_path
 from strategies.models.replay.rows.draws import BatchDraws
-from strategies.models.replay.rows.dry_run import DryTrace
-from strategies.models.replay.unit_search import has_branches, names_read
 from strategies.models.stage_model import STEP_NAMES, Mode, NoLayersError, StageModel, Step
-from strategies.models.state import Generators, seed_all
+from strategies.models.state import Generators, own_generators, seed_all
 
 Where = tuple[int, int | None]  # indices of batch and loader, as the step is given them
-
-# Layers by index, and the names of operations on their values, in order.
-Trail = list[int | str]
 
 # So many ways are told apart by what is done besides layers; more differ from batch to batch. And
 # so many by how often, and to what: a loop over what is in a batch goes round as often as it must.
@@ -40,12 +37,39 @@ _MOST_ALIKE = 8
 
 
 class _Way(NamedTuple):
-    """What one way through a step comes to; None where the probe has not noted it."""
+    """One way through a step, by a recording that does not end behind its last layer."""
 
-    trail: Trail  # up to the last layer
-    others: frozenset[str] | None = None  # what else is done
-    # Of all layers and operations, and of what is returned: by which of them its values were made.
-    wiring: list[tuple[int, ...]] | None = None
+    marks: tuple[tuple[Any, ...], ...]  # layers, and operations up to the last one
+    others: frozenset[str]  # what else is done
+    behind: Hashable  # the last layer; what is logged before it; and what is returned
+
+    @classmethod
+    def of(cls, run: Recorder) -> _Way:
+        entries = [entry for entry in run.entries if entry.numbers or entry.unit is not None]
+        marks = [entry.mark for entry in entries]
+        last = max((n + 1 for n, mark in enumerate(marks) if isinstance(mark[0], int)), default=0)
+        num_calls = sum(entry.unit is not None for entry in entries)
+        logs = [e.mark for e in run.entries if e.log is not None and e.position[0] < num_calls]
+        others = frozenset({*run.others, *(str(name) for name, *_ in marks[last:])})
+        return cls(tuple(marks[:last]), others, (tuple(marks[last:]), tuple(logs), run.returns))
+
+    @property
+    def trail(self) -> tuple[Any, ...]:
+        return tuple(mark[0] for mark in self.marks)
+
+
+class Followed(NamedTuple):
+    """The recording of a batch's first microbatch.
+
+    Attributes:
+        way: Which way through the step it goes, by number; None if it comes to no layer.
+        recording: For the stages.
+        drew: Whether the step has drawn numbers, and whether by Python or numpy.
+    """
+
+    way: int | None
+    recording: Recording
+    drew: tuple[bool, bool]
 
 
 class FollowedSteps(StageModel):
@@ -61,19 +85,12 @@ class FollowedSteps(StageModel):
         self._layouts: dict[Step, Layout] = {}
         self._owned: frozenset[int] = frozenset()
         self._draws: BatchDraws | None = None
-        self._decides: dict[Mode, bool] = {}  # whether a step has branches
-        # Of the first batches of those that have, and of all ways of training, by number.
-        self._trails: dict[Step, tuple[Trail, frozenset[str]]] = {}
-        self._ways: dict[Step, list[_Way]] = {}
-        self._read: frozenset[str] | None = None  # names in the code of the training step
-        self._switches: frozenset[tuple[str, Any]] | None = None
-        self._first_switches: frozenset[tuple[str, Any]] | None = None
+        # Of the first batch of each step of evaluation, and of all ways of training, by number.
+        self._evaluated: dict[Step, _Way] = {}
+        # The probe's is None until a batch goes it.
+        self._ways: dict[Step, list[_Way | None]] = {}
+        self._refused: dict[Step, ModelError] = {}  # steps of evaluation that cannot be cut
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
-        inside = {id(c) for unit in probed.units.values() for c in unit.modules() if c is not unit}
-        # Whose hooks a step comes to, besides those inside of layers.
-        self._around = [child for child in module.modules() if id(child) not in inside]
-        self._hooks = self._hooks_now()
-        self._num_hook_changes = 0
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
         """Finds the path of a step, and what each stage has of it.
@@ -87,57 +104,44 @@ class FollowedSteps(StageModel):
         self, mode: Mode, batch: Any, batch_idx: int, dataloader_idx: int | None
     ) -> ModelError | None:
         which: Step = (mode, dataloader_idx or 0, structure(batch))
+        if which in self._refused:
+            return self._refused[which]
         try:
             self.follow(which, batch, batch_idx, dataloader_idx)
         except ModelError as error:
+            self._refused[which] = error
             return error
         if not self._paths[which].calls:  # Another batch may come to layers.
             del self._layouts[which], self._paths[which], self._caches[which]
             return NoLayersError(f"{STEP_NAMES[mode]} calls no layer for this batch.")
         return self._straying(which, batch, (batch_idx, dataloader_idx))
 
-    def decides(self, mode: Mode) -> bool:
-        if mode not in self._decides:
-            self._decides[mode] = has_branches(self._module, STEP_NAMES[mode], self._units)
-        return self._decides[mode]
-
     def _straying(self, which: Step, batch: Any, where: Where) -> ModelError | None:
         """Why a batch cannot go the way of the first one: it comes to other layers, or to none."""
-        if not self.decides(which[0]):
-            return None
         try:
-            run = self.dry_run(which, batch, where)
+            run = self.record_freely(which, batch, where)
         except ModelError as error:
             return error
-        trail, others = _way_of(run)
+        way = _Way.of(run)
         step = STEP_NAMES[which[0]]
-        if not trail:
+        if not way.trail:
             return NoLayersError(f"{step} calls no layer for this batch.")
-        first, usual = self._trails.setdefault(which, (trail, others))
-        if trail == first and others <= usual:
+        first = self._evaluated.setdefault(which, way)
+        if way.trail == first.trail and way.others <= first.others:
             return None
-        what = "runs other layers" if trail != first else "does something else"
+        what = "runs other layers" if way.trail != first.trail else "does something else"
         return ModelError(
             f"{step} {what} for some batches than for the first. Do the same for every batch, or "
             "use pp=1."
         )
 
-    def switched(self) -> bool:
-        if self._read is None:
-            self._read = names_read(self._module, STEP_NAMES["train"], self._units)
-        now = frozenset(
-            (name, value)
-            for name, value in vars(self._module).items()
-            if type(value) in (bool, int, float) and value in (0, 1) and name in self._read
-        )
-        if self._first_switches is None:
-            self._first_switches = now
-        self._switches = now
-        return now != self._first_switches
-
     @property
     def look(self) -> Hashable:
-        return self._switches, self._num_hook_changes
+        return frozenset(
+            (name, value)
+            for name, value in vars(self._module).items()
+            if type(value) in (bool, int, float) and value in (0, 1)
+        )
 
     def drew(self, step: Step, batch: Any, batch_idx: int) -> tuple[bool, bool]:
         return self._path(step, batch, batch_idx, step[1] or None).drew
@@ -150,51 +154,56 @@ class FollowedSteps(StageModel):
         begins = [o.cuts[-1][0].position for key, o in self._layouts.items() if key[0] == step[0]]
         try:
             seed_all(1)
-            first = self.dry_run(step, batch, where, notes=True)
+            first = self.record_freely(step, batch, where, copies=True)
             change()
             seed_all(1)
-            second = self.dry_run(step, batch, where, notes=True)
+            second = self.record_freely(step, batch, where, copies=True)
         except ModelError:
             return True  # Nobody knows that it does not.
         return not begins or first.differs(second, up_to=max(begins))
 
-    def way(self, batch: Any, batch_idx: int, again: Callable[[Generators], Any]) -> int | None:
-        """Which way the training step goes: the same layers, operations between them, and others.
+    def first_recording(self, batch: Any, batch_idx: int) -> Followed:
+        """Records the first microbatch of a training batch, and finds which way the step goes.
 
         The first one is the probe's. Another one (a loss that joins in later, a layer that is left
         out for a while, rows that are mixed from some epoch on) is probed and looked at like the
         step of another kind of batch.
         """
         which: Step = ("train", 0, structure(batch))
-        before = Generators.now()
         frozen_anew = which in self._frozen_anew
         self._frozen_anew.discard(which)  # That way is probed again when it is gone.
-        path = self._path(which, batch, batch_idx, None)
-        run = self.dry_run(which, batch, (batch_idx, None))
-        other = again(before)
-        if other is not None:
-            run = self.dry_run(which, other, (batch_idx, None))
+        self._path(which, batch, batch_idx, None)
+        begun, own = Generators.now(), own_generators(self._module)
+        run = self.record_freely(which, batch, (batch_idx, None), microbatch=0)
+        drawn = any(not generator.get_state().equal(state) for generator, state in own)
+        drew = (drawn or not begun.are_now(), not begun.are_now(host_only=True))
+        begun.put_back()
+        for generator, state in own:
+            generator.set_state(state)
         if frozen_anew:
             self._frozen_anew.add(which)
-        trail, others = _way_of(run)
-        now = _Way(trail, others, run.wiring)
-        known = self._ways.setdefault(which, [_Way(_trail_of(path))])
-        same = [number for number, way in enumerate(known) if way.trail == trail]
-        for number in same:
-            noted = known[number]
-            if noted.others is None or (noted.wiring is None and noted.others == now.others):
-                known[number] = now
+        return Followed(self._way_of(which, run), run.recording(), drew)
+
+    def _way_of(self, which: Step, run: Recorder) -> int | None:
+        now = _Way.of(run)
+        known = self._ways.setdefault(which, [None])
+        if known[0] is None and now.trail == _trail_of(self._paths[which]):
+            known[0] = now
         if now in known:
             return known.index(now)
         if not run.returned:  # It looks at a layer's value, and what follows is not known.
             began = [
-                n for n, way in enumerate(known) if way.trail[: len(trail)] == trail != way.trail
+                number
+                for number, way in enumerate(known)
+                if way is not None and way.trail[: len(now.trail)] == now.trail != way.trail
             ]
             if began or run.failed is not None:
                 return began[0] if began else 0
-        if not trail:
+        if not now.trail:
             return None
-        alike = [number for number in same if known[number].others == now.others]
+        ways = [(number, way) for number, way in enumerate(known) if way is not None]
+        same = [number for number, way in ways if way.trail == now.trail]
+        alike = [n for n, way in ways if n in same and way.others == now.others]
         if len(alike) >= _MOST_ALIKE:
             return alike[0]
         if same and len(known) >= _MOST_WAYS:
@@ -207,17 +216,6 @@ class FollowedSteps(StageModel):
 
     def follow_way(self, way: int, batch: Any, batch_idx: int) -> None:
         self._path(("train", way, structure(batch)), batch, batch_idx, None)
-
-    def follow_hooks(self) -> None:
-        now = self._hooks_now()
-        if now != self._hooks:
-            self._hooks = now
-            self._num_hook_changes += 1
-            self._frozen_anew |= set(self._layouts)
-
-    def _hooks_now(self) -> list[tuple[int, ...]]:
-        tables = [table for child in self._around for table in _hooks_of(child)]
-        return [tuple(table) for table in (*tables, *_hooks_of(torch.nn.modules.module))]
 
     def follow_freezing(self) -> None:
         self._frozen_anew |= {step for step in self._layouts if step[0] == "train"}
@@ -257,6 +255,8 @@ class FollowedSteps(StageModel):
         cache: dict[Hashable, Outcome],
         dataloader_idx: int | None,
     ) -> Path:
+        # What is drawn may decide: a way of training is probed with what has led to it.
+        draws = partial(self._draws.run, 0) if self._draws and mode == "train" else None
         with self._between_layers():
             return probe_path(
                 self._module,
@@ -267,6 +267,7 @@ class FollowedSteps(StageModel):
                 batch_idx,
                 cache,
                 dataloader_idx=dataloader_idx,
+                draws=draws,
             )
 
     def _between_layers(self) -> AbstractContextManager[None]:
@@ -274,32 +275,27 @@ class FollowedSteps(StageModel):
         return nullcontext()
 
     @abstractmethod
-    def dry_run(self, which: Step, batch: Any, where: Where, *, notes: bool = False) -> DryTrace:
-        """Runs a step without its layers.
+    def record_freely(
+        self,
+        which: Step,
+        batch: Any,
+        where: Where,
+        *,
+        microbatch: int | None = None,
+        copies: bool = False,
+    ) -> Recorder:
+        """Records a step wherever it goes, up to its return or to a look at a layer's value.
 
-        With ``notes`` on what these are given; without them, what it changes is the caller's care.
+        What it changes in the module is the caller's care. A ``microbatch`` draws what that draws;
+        with ``copies`` what the batch alone decides is kept as it is now.
         """
 
 
-def _hooks_of(owner: Any) -> Iterator[Any]:
-    """The tables of a module's hooks, or of those for all modules, by their numbers."""
-    for name, value in vars(owner).items():
-        if name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks")):
-            yield value
-
-
-def _way_of(run: DryTrace) -> tuple[Trail, frozenset[str]]:
-    """What a run has come to up to its last layer, in order, and the names of what else it did."""
-    last = max((i for i, word in enumerate(run.trail) if isinstance(word, int)), default=-1)
-    behind = (str(word) for word in run.trail[last + 1 :])
-    return run.trail[: last + 1], frozenset({*run.others, *behind})
-
-
-def _trail_of(path: Path) -> Trail:
-    trail: Trail = []
+def _trail_of(path: Path) -> tuple[Any, ...]:
+    trail: list[int | str] = []
     for events, call in zip(path.events, path.calls, strict=False):
         trail += [*(event.name for event in events), call.unit]
-    return trail
+    return tuple(trail)
 
 
 def refuse_left(path: Path, step: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -103,16 +102,11 @@ class Engine(RankPasses):
             self._gradients.attach(zero=fresh)  # else when the update before is confirmed
         self._flush.expect(loss_scale)
         scale = factor / (accumulation * self.coordinates.dp)
-        if batch_idx == 0:
-            self.model.follow_hooks()
         options = PassOptions(
             batch_idx, "train", scale, loss_scale, self.seed_of(step), None, batch=batch
         )
         before, self._began = Generators.now(), False
         try:
-            looks = self.model.switched() or self.model.decides("train")
-            way = self._way(batch, batch_idx, step, loaders) if looks else None
-            options = replace(options, dataloader_idx=way)
             result = self._run(batch, options, step=step, update=update, loaders=loaders)
         except ModelError as why:
             if not self.is_alone or (self._began and not fresh):
@@ -120,7 +114,6 @@ class Engine(RankPasses):
             before.put_back()
             self.run_whole(why)
             self._gradients.attach(zero=fresh)
-            options = replace(options, dataloader_idx=None)
             result = self._run(batch, options, step=step, update=update, loaders=loaders)
         if update:
             self._flush.owe(1.0 if self.tokens is None else self.tokens.factor)
@@ -290,7 +283,7 @@ class Engine(RankPasses):
         """
         step = (mode, dataloader_idx or 0, structure(batch))
         known = step in self._uncut
-        if known and (self._uncut[step] is not None or not self.model.decides(mode)):
+        if known and self._uncut[step] is not None:
             return self._uncut[step]
         microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         options = PassOptions(batch_idx, mode, 1.0, None, None, dataloader_idx, batch=batch)
@@ -305,16 +298,15 @@ class Engine(RankPasses):
         mixes = None
         if why is None and not known:
             mixes = self._mixing(batch, microbatches, options, loaders)
-        if self.model.decides(mode):
-            # It depends on what has happened so far, which no rank may see differently.
-            refused = Exchange(self.control_group).everyone(why is not None)
-            if why is None and any(refused):
-                why = ModelError(
-                    f"another rank cannot cut {STEP_NAMES[mode]} for this batch. Let it depend on "
-                    "the batch and its number alone, which all ranks see alike."
-                )
-        if why is None or not self.model.decides(mode):
-            self._uncut[step] = why or mixes
+        # It depends on what has happened so far, which no rank may see differently.
+        refused = Exchange(self.control_group).everyone(why is not None)
+        if why is None and any(refused):
+            why = ModelError(
+                f"another rank cannot cut {STEP_NAMES[mode]} for this batch. Let it depend on the "
+                "batch and its number alone, which all ranks see alike."
+            )
+        if why is None:
+            self._uncut[step] = mixes
         return why or mixes
 
     def _mixing(
@@ -407,7 +399,7 @@ class Engine(RankPasses):
             batch, microbatches, options, loaders,
             whole=self.whole, seed=self.seed_of(step), way=way, then=check,
         )  # fmt: skip
-        self._numbers.begin(batch, microbatches, options, loaders, seed=self.seed_of(step))
+        self._numbers.begin(batch, microbatches, options, loaders, self.seed_of(step), None)
 
     def end_segments(self) -> None:
         """The steps of such a batch have come to their end."""

@@ -26,9 +26,10 @@ from strategies.heartbeat import Phase
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
 from strategies.models.logs import join_replicas, start_packing, unpack_logs
+from strategies.models.replay.step_paths import Followed
 from strategies.models.snapshot import Snapshot, StateRef
 from strategies.models.stage_model import LogCall
-from strategies.models.state import Fetch, Generators, kept_generators, own_generators, seed_all
+from strategies.models.state import Fetch, Generators, kept_generators, seed_all
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.engine.last_batches import DIVIDE, check_ends
 from strategies.runtime.engine.rank_weights import RankWeights
@@ -111,65 +112,51 @@ class RankPasses(RankWeights):
         )
         return hear()
 
-    def _way(self, batch: Any, batch_idx: int, step: int, loaders: TreeSpec | None) -> int | None:
-        """Which way through its step a batch goes: what it calls may depend on epoch or number.
+    def _follow(
+        self, microbatch: Microbatch, options: PassOptions, begin: Callable[..., None]
+    ) -> tuple[PassOptions, Any]:
+        """The options of a batch's way through its step, and its first microbatch's recording.
 
-        All ranks of a pipeline find it out for themselves. None for the first way.
+        What the step calls may depend on epoch or number; all ranks of a pipeline find it out for
+        themselves. ``begin`` sets what the batch draws from.
 
         Raises:
             ModelError: It comes to no layer, or to others than on another rank.
         """
-        # Of all rows, if each loader has not rows of its own: as many numbers are drawn.
-        apart = loaders is not None
-        data = split_batch(batch, self.plan.num_microbatches, loaders)[0].data if apart else batch
-        before = Generators.now()
-        own = own_generators(self.model.module)
-
-        def begin_again() -> None:
-            self.whole.state.restore()
-            for generator, state in own:
-                generator.set_state(state)
-            self.whole.note()
-
-        def again(begun: Generators) -> Any:
-            nonlocal data
-            drew = any(not generator.get_state().equal(state) for generator, state in own)
-            if not drew and begun.are_now():
-                return None
-            moved = self._numbers.stands_elsewhere(begun, self.seed_of(step))
-            if not moved and (self.coordinates.dp == 1 or apart):
-                return None
-            begin_again()
-            if not moved:
-                before.put_back()
-                self._numbers.stand(self.seed_of(step))
-            data = data if apart else self._numbers.of_replicas(data)
-            return data
-
+        batch_idx = options.batch_idx
         self.whole.note()
-        try:
-            self._numbers.stand(self.seed_of(step))
-            with default_group(self._parts.replicas):
-                way = self.model.way(data, batch_idx, again)
-                if way and way not in self._ways:
-                    # What is drawn may decide: a way is probed with what has led to it.
-                    begin_again()
-                    before.put_back()
-                    self._numbers.stand(self.seed_of(step))
-                    self.model.follow_way(way, data, batch_idx)
-        finally:
-            begin_again()
-            self.whole.state.restore()
-            before.put_back()
+
+        def recorded() -> Followed | None:
+            try:
+                with default_group(self._parts.replicas):
+                    return self.model.first_recording(microbatch.data, batch_idx)
+            finally:
+                self.whole.state.restore()
+
+        begin(None)
+        found = recorded()
+        if found is not None and found.drew[0] and not self._numbers.draws:
+            begin(found.drew)  # It draws, and did not do so before.
+            found = recorded()
+        if found is None:
+            return options, None
+        way = found.way
         if way is None:
             raise ModelError(
                 f"training_step calls no layer for batch {batch_idx}, and a pipeline cannot leave "
                 "a batch out. Leave it out in the loader (sampler, collate_fn), or run all layers "
                 "and multiply the loss by zero."
             )
-        if way and way not in self._ways:
+        if not way:
+            return options, found.recording
+        if way not in self._ways:
             self._agree_on(way, batch_idx)
-        return way or None
+            try:
+                with default_group(self._parts.replicas), kept_generators():
+                    self.model.follow_way(way, microbatch.data, batch_idx)
+            finally:
+                self.whole.state.restore()
+        return replace(options, dataloader_idx=way), found.recording
 
     def _agree_on(self, way: int, batch_idx: int) -> None:
         """Waits until all ranks of the pipeline have come to a way that is new here.
@@ -238,14 +225,22 @@ class RankPasses(RankWeights):
             self._compared = True
             self._compare_shapes(microbatches)
             self._tell_other_batches(batch)
-        if not options.part:
-            if train:
-                self._numbers.look(
-                    batch, microbatches, options, loaders, whole=self.whole,
-                    seed=self.seed_of(step),
-                    then=partial(self.whole.compare_layers, options.batch_idx),
-                )  # fmt: skip
-            self._numbers.begin(batch, microbatches, options, loaders, seed=self.seed_of(step))
+        begin = partial(
+            self._numbers.begin, batch, microbatches, options, loaders, self.seed_of(step)
+        )
+        recording = None
+        if train and not options.part:
+            if stream is None:
+                options, recording = self._follow(microbatches[0], options, begin)
+            else:
+                begin(None)
+            self._numbers.look(
+                batch, microbatches, options, loaders, whole=self.whole,
+                seed=self.seed_of(step),
+                then=partial(self.whole.compare_layers, options.batch_idx),
+            )  # fmt: skip
+        elif not options.part:
+            begin(None)
         if self.plan.loss_over == "batch" and not self.model.uncut:
             self._compare_rows(batch, microbatches, options, loaders)
         marks = self.options.check_batches and self.control_group is not None
@@ -311,6 +306,7 @@ class RankPasses(RankWeights):
                         options,
                         step=step,
                         forwards_done=share_later,
+                        recording=recording,
                         stream=stream,
                         verdict=self._confirm if self.late.open else None,
                     )

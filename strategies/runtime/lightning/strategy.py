@@ -211,12 +211,13 @@ class PipelineStrategy(SetupStrategy):
         self._uncut_told: set[Mode] = set()
         self._resumed = False
 
-    def describe(self, module: pl.LightningModule, batch: Any) -> str:
+    def describe(self, module: pl.LightningModule, batch: Any, *, entries: bool = False) -> str:
         """The layers of each stage, and what it hands on; starts nothing, and changes nothing.
 
         Args:
             module: As it is given to ``fit``; its weights may be on the meta device.
             batch: One microbatch, on the CPU.
+            entries: Also list what each stage executes of the step's recording, call by call.
 
         Raises:
             ModelError: The module cannot be cut; with the line and the remedy.
@@ -227,7 +228,9 @@ class PipelineStrategy(SetupStrategy):
         """
         from strategies.tracing.trace import list_stages  # Ranks do without it.
 
-        return list_stages(module, batch, count_rows(batch), self._plan, self._options)
+        return list_stages(
+            module, batch, count_rows(batch), self._plan, self._options, entries=entries
+        )
 
     # ------------------------------------------------------------- set-up
 

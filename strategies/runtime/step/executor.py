@@ -60,13 +60,14 @@ class Executor:
         *,
         step: int,
         forwards_done: Callable[[StepResult], None],
+        recording: Any = None,
         stream: Stream | None = None,
         verdict: Callable[[], None] | None = None,
     ) -> StepResult:
         """Executes a lowered list up to its optimizer steps; says when its forwards are done.
 
         In a ``stream`` it goes on where the last one of the stream has ended, and the microbatches
-        are those that enter with this one.
+        are those that enter with this one. ``recording`` is that of the first one, if there is one.
 
         ``verdict`` is asked at the program's cut (``analysis/late_verdict.py``) whether the weights
         that the forwards before it have used are confirmed; it raises where they are not, and
@@ -94,6 +95,7 @@ class Executor:
             under_way,
             one_loss=route.one_loss,
             num_forwards=route.num_forwards,
+            recording=recording,
         )
         record = parts.recorder.begin(step, program, None if stream is None else stream.place)
         self._places = route.channel

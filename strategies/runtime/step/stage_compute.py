@@ -105,11 +105,13 @@ class StageCompute:
         *,
         one_loss: bool,
         num_forwards: int,
+        recording: Any,
     ) -> None:
         """``one_loss``: the program ends with a LOSS of the whole batch.
 
-        ``num_forwards`` of each microbatch run on this rank.
+        ``num_forwards`` of each microbatch run on this rank; ``recording`` is that of the first.
         """
+        self._first = recording
         self._num_forwards = num_forwards
         # Of each microbatch that has more forwards here: its recording, and how many have run.
         self._recordings: dict[int, tuple[Any, int]] = {}
@@ -282,7 +284,7 @@ class StageCompute:
         here = (item.stage, item.microbatch)
         again = partial(self._call, item)
         whole = self._parts.whole
-        with whole.around(item.stage), whole.unchanged():
+        with whole.around(item.stage), whole.unchanged(item.stage):
             leaves, output = self._parts.recomputation.again(self._kept.pop(here), again)
         self._origins[here] = (*self._origins[here][:2], None)
         self._keep_graph(here, leaves, output)
@@ -298,7 +300,9 @@ class StageCompute:
     def _record(self, label: int, data: Any) -> Any:
         """The recording of a microbatch's step, which this rank's first forward of it makes."""
         recording, num_run = self._recordings.pop(label, (None, 0))
-        if num_run == 0:
+        if num_run == 0 and self._first is not None and label == next(iter(self._microbatches)):
+            recording, self._first = self._first, None
+        elif num_run == 0:
             options = self._options
             with torch.set_grad_enabled(self._learns):
                 recording = self._parts.model.record(

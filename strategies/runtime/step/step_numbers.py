@@ -68,8 +68,6 @@ class StepNumbers:
         self._replicas = replicas
         self._seeded = seeded
         self._looked: set[Any] = set()
-        # Whether all ranks stand at the same numbers, where the step's way has asked for it.
-        self._alike: bool | None = None
         self._draws: BatchDraws | None = None
         self._before: Generators | None = None
         self._goes_on = False  # what draws after the pass does so behind the step
@@ -88,21 +86,8 @@ class StepNumbers:
 
     def stand(self, seed: int) -> None:
         """Puts the generators where a step with this seed draws from."""
-        if self._seeded or self._alike is False:
+        if self._seeded:
             seed_all(seed - self._where.dp_rank)
-
-    def stands_elsewhere(self, before: Generators, seed: int) -> bool:
-        """Whether ranks had different numbers ``before`` this step drew some; collective then.
-
-        Up to its first draw the step is the same on all ranks, so all have drawn or none. Behind
-        it, those of ``seed`` count on all.
-        """
-        if self._seeded or before.are_now():
-            return False
-        began = zip(before.marks(), Generators.now().marks(), strict=True)
-        self._alike = self._agree(before, [mark != now for mark, now in began])
-        self.stand(seed)
-        return not self._alike
 
     def look(
         self,
@@ -149,11 +134,13 @@ class StepNumbers:
         microbatches: Sequence[Microbatch],
         options: PassOptions,
         loaders: TreeSpec | None,
-        *,
         seed: int,
+        drew: tuple[bool, bool] | None,
     ) -> None:
-        """Sets what the passes of a batch draw from; collective over the replica."""
-        known, self._alike = self._alike, None
+        """Sets what the passes of a batch draw from; collective over the replica.
+
+        ``drew``: whether the step draws, and whether by Python or numpy; None for as before.
+        """
         self._draws = None
         self.behind = torch_state()  # From here on microbatches draw, each for itself.
         if self._seeded:
@@ -163,17 +150,17 @@ class StepNumbers:
         model = self._model
         if model is None:
             return
-        with default_group(self._replicas):
-            step = _step(microbatches, options, None)
-            drew, host = model.drew(step, microbatches[0].data, options.batch_idx)
         model.draw_from(None)
-        if not drew or loaders is not None:
+        if drew is None:
+            with default_group(self._replicas):
+                step = _step(microbatches, options, None)
+                drew = model.drew(step, microbatches[0].data, options.batch_idx)
+        if not drew[0] or loaders is not None:
             return
+        host = drew[1]
         before = base = Generators.now()
         self._host = host
-        self._goes_on = not self._seeded and (
-            self._agree(before, [True, host, host]) if known is None else known
-        )
+        self._goes_on = not self._seeded and self._agree(before, [True, host, host])
         if not self._goes_on:
             seed_all(seed - self._where.dp_rank)  # All replicas draw for the rows of all.
             base = Generators.now()
@@ -188,6 +175,11 @@ class StepNumbers:
             replica=self._where.dp_rank,
         )
         model.draw_from(self._draws)
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw the batch's numbers."""
+        return self._draws is not None
 
     def leave(self) -> None:
         """Behind the runs of a batch, whose microbatches have drawn by Python and numpy."""
@@ -216,13 +208,6 @@ class StepNumbers:
             self._before.put_back()
         for (generator, begun), state in zip_longest(() if draws is None else draws.own, own):
             generator.set_state(begun if state is None else decoded(state))
-
-    def of_replicas(self, batch: Any) -> Any:
-        """As many rows as all replicas have: they draw for these, and each takes its own."""
-        replicas = self._where.dp
-        if replicas == 1:
-            return batch
-        return pick_rows(batch, [row for row in range(count_rows(batch)) for _ in range(replicas)])
 
     def reads(
         self,

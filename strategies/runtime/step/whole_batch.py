@@ -136,9 +136,7 @@ class WholeBatch:
         self._output = None
         mode: Mode = options.mode
         # Another batch may log what the first one has not.
-        self._tries = self._linear.get(mode, True) and (
-            mode not in self._linear or self._model.decides(mode)
-        )
+        self._tries = self._linear.get(mode, True)
 
     def around(self, stage: int) -> AbstractContextManager[None]:
         """Around a forward."""
@@ -147,10 +145,10 @@ class WholeBatch:
         return nullcontext()
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self, stage: int) -> Iterator[None]:
         """Around a forward that runs again: what it changes has been counted the first time."""
-        if not self._model.decides("train"):
-            yield  # What the first forward of a stage changes, every one does, and that is kept.
+        if stage != self._last:
+            yield  # The step's own code does not run there.
             return
         state = Snapshot(self._model.module, self._model.layers()).take()
         try:

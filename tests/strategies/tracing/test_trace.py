@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -362,3 +363,11 @@ def test_described_stages_are_those_that_ranks_cut(name):
         assert line.startswith(f"rank {stage}: stage {stage}: {names}, ")
         sent = {int(to): int(n) for to, n in re.findall(r"to stage (\d+): (\d+) tensor", line)}
         assert sent == dict(layout.groups[stage])
+
+
+def test_the_page_on_recordings_shows_what_describe_lists(capsys):
+    page = (Path(__file__).parents[3] / "docs/how/recording.md").read_text()
+    (code,) = re.findall(r'```python title="record.py"\n(.*?)```', page, re.DOTALL)
+    (shown,) = re.findall(r"```output\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "record.py", "exec"), {"__name__": "record"})
+    assert capsys.readouterr().out == shown

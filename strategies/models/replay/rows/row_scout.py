@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.errors import ModelError, one_line
+from strategies.models.logs import no_means
 from strategies.models.nested import rebuild, tensors
 from strategies.models.replay.hole import (
     Args,
@@ -28,11 +29,11 @@ from strategies.models.replay.hole import (
     user_line,
 )
 from strategies.models.replay.inference import Outcome
-from strategies.models.replay.path import Path, Position
+from strategies.models.replay.path import Key, Path, Position
 from strategies.models.replay.rows.batch_rows import Rows, Share, random_like
 from strategies.models.replay.rows.draws import RunDraws
 from strategies.models.replay.shape_mode import ShapeMode
-from strategies.models.stage_model import LogCall
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, RowsMixed
 from strategies.models.state import Generators, kept_generators
 
 Scout = TypeVar("Scout", bound="RowScout")
@@ -59,6 +60,38 @@ def few_rows(step: str, error: Exception, rows: int, part: int, *, behind: bool)
     )
     found.behind = behind
     return found
+
+
+def mixed_rows(
+    run: Callable[[Any, Share, RowScout | None], RowScout],
+    whole: Any,
+    parts: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    mode: Mode,
+    stays: frozenset[Key],
+    loose: bool,
+) -> RowsMixed:
+    """What ``StageModel.mixed_rows`` gives; arguments as for ``scout``.
+
+    ``stays`` are values that the step keeps or returns; numbers are ``loose`` where they have 16
+    bits.
+    """
+    try:
+        runs = scout(run, whole, parts, rows, step=STEP_NAMES[mode])
+    except FewRowsError:
+        raise
+    except ModelError:
+        return RowsMixed()
+    if runs is None:
+        return RowsMixed()
+    both, some = runs
+    shares = [(one.logged, float(number)) for one, number in zip(some, rows, strict=True)]
+    mixed = next((one.mixed for one in some if one.mixed), None)
+    parts_of = [float(number) for number in rows]
+    number = number_of_rows(both, some, parts_of, loose=loose) if mode == "train" else None
+    kept = kept_number(both, some, parts_of, stays, loose=loose)
+    return RowsMixed(mixed, no_means(both.logged, shares, loose=loose), number, kept)
 
 
 def scout(

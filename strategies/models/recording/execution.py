@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies.errors import ModelError
 from strategies.models.nested import leaves, rebuild, tensors
+from strategies.models.recording.recording import Entry, Fresh, Modes, Recording, Ref
 from strategies.models.replay.hole import operation_name
-from strategies.models.replay.path import Path, Position
-from strategies.models.replay.recording import Entry, Fresh, Modes, Recording, Ref
+from strategies.models.replay.path import Cut, Path, Position
+from strategies.models.replay.stage_run import like_sent, never_computed
 from strategies.models.stage_model import LogCall
 from strategies.models.state import reseed
 
@@ -55,7 +56,25 @@ class Execution:
         """Whether a layer has written into what the batch alone decides."""
         return any(not t.is_inference() and t._version > 0 for t in self._copied.values())
 
-    def run(
+    def between(
+        self, recording: Recording, inputs: Sequence[Tensor], begin: Cut, end: Cut
+    ) -> tuple[Tensor, ...]:
+        """Runs what lies between two cuts, and gives the values that cross the second one."""
+        if len(inputs) != len(begin.tensors):
+            raise ModelError(
+                f"a stage of {self.step} got {len(inputs)} tensors, its cut has "
+                f"{len(begin.tensors)}."
+            )
+        numbers = recording.numbers
+        env = {
+            numbers[boundary.key]: like_sent(tensor, boundary)
+            for tensor, boundary in zip(inputs, begin.tensors, strict=True)
+        }
+        wanted = [numbers[boundary.key] for boundary in end.tensors]
+        self._run_part(recording, env, begin.position, end.position, set(wanted))
+        return tuple(self.whole(env[number]) for number in wanted)
+
+    def _run_part(
         self,
         recording: Recording,
         env: dict[int, Tensor],
@@ -167,6 +186,8 @@ class Execution:
 
     def _resolved(self, leaf: Any, env: dict[int, Tensor]) -> Any:
         if isinstance(leaf, Ref):
+            if leaf.number not in env:
+                raise never_computed()
             return env[leaf.number]
         if isinstance(leaf, Fresh):
             return leaf.tensor.clone()

@@ -1,9 +1,9 @@
 """A step of one microbatch as data: calls of layers, operations between them, and log calls.
 
 The user's Python runs once per microbatch, on placeholders, and writes a ``Recording``. Stages
-execute their part of it (``execute.py``). A value has a number; an argument that is a value of the
-step is a ``Ref`` to it, everything else (what the batch alone decides, parameters, options) is in
-the entry as it is.
+execute their part of it (``execution.py``). A value has a number; an argument that is a value of
+the step is a ``Ref`` to it, everything else (what the batch alone decides, parameters, options) is
+in the entry as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from strategies.models.contents import KeptObjects
 from strategies.models.nested import is_plain, leaves, rebuild
-from strategies.models.replay.hole import Args, Function, Hole, Kwargs, checkpoint_region
+from strategies.models.replay.hole import (
+    Args,
+    Function,
+    Hole,
+    Kwargs,
+    checkpoint_region,
+    operation_name,
+)
 from strategies.models.replay.path import Key, Position
 
 
@@ -90,7 +97,7 @@ class Entry:
     """One call.
 
     Attributes:
-        position: Of the step behind it; see ``path.py``.
+        position: Of the step behind it; see ``replay/path.py``.
         unit: Index of the layer; None for an operation, or a log call.
         call: The layer's forward or the torch function.
         args: Arguments with ``Ref`` and ``Fresh``.
@@ -119,6 +126,12 @@ class Entry:
     objects: KeptObjects | None = None
     shared: dict[int | str, int] = field(default_factory=dict)
     log: LogEntry | None = None
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """What it is (a layer's index, an operation's name), its values, and those it is given."""
+        name: int | str = operation_name(self.call) if self.unit is None else self.unit
+        return name, self.numbers, self.uses, self.modes.grad
 
     @property
     def is_hook(self) -> bool:
