@@ -263,6 +263,7 @@ class EmulatedModel(StageModel):
         seed: int | None,
         dataloader_idx: int | None = None,
         at_end: Any = None,
+        recording: Any = None,
     ) -> StageOutput:
         output = self._stages[stage](*(inputs or (batch,)))
         if stage == len(self._units) - 1:

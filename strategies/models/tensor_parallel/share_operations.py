@@ -255,7 +255,7 @@ WHOLE: frozenset[Any] = frozenset(
 )
 
 
-@register_sharding(
+@register_sharding(  # type: ignore[untyped-decorator]
     [torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default,
      torch.ops.aten.logcumsumexp.default]
 )  # fmt: skip

@@ -477,7 +477,8 @@ class RankPasses(RankWeights):
             every = sum(counts)
             if not every:
                 return math.nan
-            return sum(n * each for n, each in zip(counts, losses, strict=True) if n) / every
+            weighted = [n * each for n, each in zip(counts, losses, strict=True) if n]
+            return float(sum(weighted) / every)
         return sum(losses) / len(losses) if losses else None
 
     def _check_same(self, marks: list[int]) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.errors import DataError, ModelError
 from strategies.runtime.step.microbatch import Microbatch
@@ -36,10 +35,10 @@ class TokenWeights:
         ModelError: The module has no ``loss_weight``, or runs its backwards itself.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         weight = getattr(module, "loss_weight", None)
         name = type(module).__name__
-        if not module.automatic_optimization:
+        if not getattr(module, "automatic_optimization", True):
             raise ModelError(
                 f"loss_over=tokens: {name} decides itself when backwards run (manual "
                 "optimization), and with which losses.",
