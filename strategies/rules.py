@@ -61,6 +61,10 @@ class Request:
         return max(n for n in range(1, min(self.options.ep, places) + 1) if places % n == 0)
 
     @property
+    def longest_skip(self) -> tuple[int, int]:
+        return max(self.plan.skips, key=lambda ends: ends[1] - ends[0], default=(0, 0))
+
+    @property
     def fitting_dp(self) -> int:
         ep, tp = self.options.ep, 1 if self.options.expert_tp else self.options.tp
         return math.lcm(ep, tp) // tp
@@ -124,11 +128,12 @@ _OF_PLANS: tuple[Rule, ...] = (
      "loss_over=tokens with schedule={r.schedule.name}: a loss counts by its share of the targets "
      "of an update, and without a flush updates are applied before all of them have come.",
      "Try schedule=1f1b, or loss_over=microbatch."),
-    (lambda r: bool(r.plan.skips) and not r.schedule.synchronous,
-     "schedule={r.schedule.name} with pp={r.plan.pp}: stage {r.plan.skips[0][1]} reads what stage "
-     "{r.plan.skips[0][0]} has made, and without a flush stages exchange messages with their "
-     "neighbours only.",
-     "Try schedule=1f1b."),
+    (lambda r: not r.schedule.synchronous
+     and 2 * r.plan.num_microbatches <= r.longest_skip[1] - r.longest_skip[0],
+     "schedule={r.schedule.name} with pp={r.plan.pp} num_microbatches={r.plan.num_microbatches}: "
+     "stage {r.longest_skip[1]} reads what stage {r.longest_skip[0]} has made, which without a "
+     "flush updates its weights before it can send that.",
+     "Try schedule=1f1b, or schedule=pipedream_2bw num_microbatches={r.plan.pp}."),
     (lambda r: r.plan.split_backward and not r.schedule.synchronous,
      "schedule.split_backward=true with schedule={r.schedule.name}: there is no bubble for weight "
      "gradients to fill.",

@@ -32,10 +32,18 @@ def add_messages(program: Program, table: CostTable | None = None) -> Program:
     Without a table B takes twice F.
     """
     if program.updates is not None:
-        end = _even_times(program)
-        # Activations leave behind updates, so a batch's first RECV is behind those that it reads.
-        late = {Kind.F: 0.5, Kind.B: 0.0}
-        return place_messages(program, end, lambda m: end[m.producer] + late[m.payload])
+        end, size = _even_times(program), program.updates.per_step
+
+        def leaves(message: Transfer) -> float:
+            """When it is made, but not before the step of the training loop that uses it."""
+            made, number, stage = end[message.producer], message.microbatch, message.target
+            forwards = message.payload is Kind.F
+            newest = number if forwards else number + program.placement.num_stages - 1 - stage
+            entrance = 2 * (newest // size * size) + stage  # of the step's batch, where it is used
+            # Activations leave behind the updates of a batch, so its first RECV is behind them.
+            return max(made + 0.5, entrance - 0.5) if forwards else max(made, entrance)
+
+        return place_messages(program, end, leaves)
     end = end_times(program, table)
     return place_messages(program, end, lambda message: end[message.producer])
 

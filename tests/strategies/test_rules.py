@@ -37,8 +37,9 @@ REFUSED = [
     ),
     (
         (Plan("pipedream", 3, 1, skips=((0, 2),)),),
-        "schedule=pipedream with pp=3: stage 2 reads what stage 0 has made, and without a flush "
-        "stages exchange messages with their neighbours only. Try schedule=1f1b.",
+        "schedule=pipedream with pp=3 num_microbatches=1: stage 2 reads what stage 0 has made, "
+        "which without a flush updates its weights before it can send that. Try schedule=1f1b, or "
+        "schedule=pipedream_2bw num_microbatches=3.",
     ),
     (
         (Plan("pipedream", 2, 1, split_backward=True),),

@@ -180,9 +180,13 @@ def test_calls_behind_each_other_and_a_drain_are_the_stream(name, pp, microbatch
             assert gathers == len(read) - 1
 
 
-def test_steps_and_a_drain_have_both_ends_of_every_message():
-    """A step has no message of a batch that has not come."""
-    steps = compile_plan(Plan("pipedream_2bw", 4, 4)).stream
+@pytest.mark.parametrize(("count", "skips"), [
+    (4, ()), (4, ((0, 2), (1, 3))), (4, ((0, 3),)), (2, ((0, 2), (0, 3), (1, 3))),
+])  # fmt: skip
+def test_steps_and_a_drain_have_both_ends_of_every_message(count, skips):
+    """A step has no message of a batch that has not come, and none behind its update."""
+    plan = Plan("pipedream_2bw", 4, count, skips=skips, accumulation=4 // count)
+    steps = compile_plan(plan).stream
     for batches in (1, 2, 5):
         programs = [*map(steps.step, range(batches)), *steps.drain(batches)]
         ends = {Kind.SEND: Counter(), Kind.RECV: Counter()}
@@ -191,13 +195,15 @@ def test_steps_and_a_drain_have_both_ends_of_every_message():
                 stages = frozenset((item.stage, item.peer))
                 ends[item.kind][item.payload, stages, item.microbatch] += 1
         assert ends[Kind.SEND] == ends[Kind.RECV]
-        assert ends[Kind.SEND].total() == 2 * 3 * 4 * batches
+        assert ends[Kind.SEND].total() == 2 * (3 + len(skips)) * count * batches
         # A step uses what it receives: the next one receives anew.
         for row in (row for each in programs for row in each.ranks):
             for place, item in enumerate(row):
                 if item.kind is Kind.RECV:
                     user = replace(item, kind=item.payload, payload=None, peer=None)
                     assert user in row[place:]
+                elif item.kind is Kind.STEP:
+                    assert {each.kind for each in row[place:]} == {Kind.STEP}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,6 @@ def test_steps_and_a_drain_have_both_ends_of_every_message():
         ({"loss_over": "batch"}, "loss_over=batch with schedule=pipedream_2bw"),
         ({"vertical_sync": True}, "schedule.vertical_sync=true: pipedream_2bw uses one version"),
         ({"error_feedback": 1.5}, "schedule.error_feedback=1.5 is a share"),
-        ({"skips": ((0, 2),)}, r"pp=4: stage 2 reads what stage 0 has made.* Try schedule=1f1b\."),
     ],
 )
 def test_what_needs_a_flush_is_refused(more, message):
