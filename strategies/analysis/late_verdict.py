@@ -34,8 +34,6 @@ from strategies.ir.program import Program
 # more than the wait.
 _WORTH = 0.01
 
-_Message = tuple[int, int, int | None, Kind | None]  # both stages, microbatch, payload
-
 
 def speculation_limits(program: Program) -> tuple[int, ...]:
     """Per rank, the place in its list before which it has to know.
@@ -48,13 +46,11 @@ def speculation_limits(program: Program) -> tuple[int, ...]:
     """
     last = program.placement.num_stages - 1
     cuts = [_first_that_counts(row, last) for row in program.ranks]
-    sent = {_message(item): (rank, place) for rank, place, item in _messages(program, Kind.SEND)}
-    received = list(_messages(program, Kind.RECV))
+    received = [ends for _, *ends in _messages(program)]
     moved = True
     while moved:
         moved = False
-        for rank, place, item in received:
-            sender, left = sent[_message(item)]
+        for (rank, place), (sender, left) in received:
             if place < cuts[rank] and left >= cuts[sender]:
                 cuts[rank] = place
                 moved = True
@@ -64,14 +60,11 @@ def speculation_limits(program: Program) -> tuple[int, ...]:
 def receives_to_discard(program: Program, rank: int) -> tuple[Instruction, ...]:
     """A rank's RECVs whose message has left when all have stopped at their cut, in list order."""
     cuts = speculation_limits(program)
-    sent = {_message(item): (who, place) for who, place, item in _messages(program, Kind.SEND)}
-    found = []
-    for item in program.ranks[rank]:
-        if item.kind is Kind.RECV:
-            sender, left = sent[_message(item)]
-            if left < cuts[sender]:
-                found.append(item)
-    return tuple(found)
+    return tuple(
+        item
+        for item, (receiver, _), (sender, left) in _messages(program)
+        if receiver == rank and left < cuts[sender]
+    )
 
 
 def gains_time(timeline: Timeline) -> bool:
@@ -161,16 +154,9 @@ def _is_forward(item: Instruction) -> bool:
     return any(part.kind is Kind.F for part in item.parts)
 
 
-def _messages(program: Program, kind: Kind) -> Iterator[tuple[int, int, Instruction]]:
-    assert kind in MESSAGE_KINDS
-    for rank, row in enumerate(program.ranks):
-        for place, item in enumerate(row):
-            if item.kind is kind:
-                yield rank, place, item
-
-
-def _message(item: Instruction) -> _Message:
-    """One name for a message at both its ends."""
-    assert item.peer is not None
-    ends = (item.stage, item.peer) if item.kind is Kind.SEND else (item.peer, item.stage)
-    return *ends, item.microbatch, item.payload
+def _messages(program: Program) -> Iterator[tuple[Instruction, tuple[int, int], tuple[int, int]]]:
+    """Each RECV, with the rank and place of it and of its SEND."""
+    graph = program.dependencies
+    for node, item in enumerate(graph.nodes):
+        if item.kind is Kind.RECV:
+            yield item, graph.place(node), graph.place(graph.partner[node])
