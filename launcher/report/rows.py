@@ -156,6 +156,9 @@ def _bar(timeline: Timeline, event: Event, wait: Wait | None) -> list[object]:
         graph = timeline.program.graph
         name = str(graph.nodes[wait.node]).partition("@")[0]
         waited = [name, graph.rank[wait.node], wait.how, _short(wait.since)]
+    elif item.kind in EXCHANGE_KINDS and item.payload is not None:
+        host = f"{item.stage}{item.payload.value}{item.microbatch}"  # it comes inside of that
+        waited = [host, event.rank, "release", _short(event.start)]
     pair = None
     if item.halves:
         half = item.halves[1]

@@ -1,7 +1,10 @@
-from launcher.report.rows import held_over_time, waits
+from dataclasses import dataclass, replace
+
+from launcher.report.rows import KIND_NAMES, held_over_time, timeline_data, waits
 from strategies import UniformCosts, compile_program, simulate
 from strategies.analysis.memory import peak_activations
 from strategies.compiler import compile_plan
+from strategies.costs.token_exchange import Exchange
 from strategies.plan import Plan
 from tests.strategies.programs import ALL_SCHEDULES
 from tests.strategies.programs import legal_microbatches as legal
@@ -44,6 +47,24 @@ def test_a_bucket_waits_for_its_channel_or_for_its_release_inside_the_backward()
     assert found["0REDUCE1"] == ("0B0", "release", 3.0)
     found = reasons(simulate(program, UniformCosts(grad_reduce=8)))
     assert found["0REDUCE1"] == ("0REDUCE0", "channel", 6.0)
+
+
+@dataclass(frozen=True)
+class Exchanging:
+    def table(self, program):
+        return replace(UniformCosts().table(program), exchange=(Exchange(0.4),) * 2)
+
+
+def test_tokens_travel_inside_of_a_computation_and_wait_for_that():
+    program = compile_plan(Plan("1f1b", 2, 2, exchanges=(1, 0))).train
+    first, second = timeline_data("", simulate(program, Exchanging())).panel["rows"]
+    bars = [bar for lane in first["channel"] for bar in lane]
+    assert [(KIND_NAMES[bar[0]], bar[5:8]) for bar in bars[:2]] == [
+        ("DISPATCH", ["0F0", 0, "release"]), ("COMBINE", ["0F0", 0, "release"]),
+    ]  # fmt: skip
+    assert all(bar[8] == bar[3] for bar in bars)
+    assert len(bars) == 8
+    assert not any(second["channel"])
 
 
 def test_nothing_waits_for_what_ends_after_its_start():
