@@ -41,13 +41,7 @@ from strategies.passes.updates import (
     fuse_pairs,
     separate_pairs,
 )
-from strategies.plan import (
-    NO_RECOMPUTE,
-    Overlap,
-    Plan,
-    Recompute,
-    ScheduleFile,
-)
+from strategies.plan import NO_RECOMPUTE, Overlap, Plan, Recompute, ScheduleFile
 from strategies.rules import check
 from strategies.schedules import Durations, Rows, Schedule, Shape, find_schedule
 from strategies.schedules.schedule import parse_group

@@ -15,13 +15,7 @@ from typing import NamedTuple
 
 from strategies.errors import DeadlockError
 from strategies.ir.instruction import Instruction
-from strategies.ir.kinds import (
-    BACKWARD_KINDS,
-    CHANNEL_KINDS,
-    COMPUTE_KINDS,
-    KINDS,
-    Kind,
-)
+from strategies.ir.kinds import BACKWARD_KINDS, CHANNEL_KINDS, COMPUTE_KINDS, KINDS, Kind
 from strategies.ir.program import Program
 
 

@@ -9,12 +9,7 @@ not exist left out. (A last group that is simply cut short deadlocks: P=4, V=3, 
 from __future__ import annotations
 
 from strategies.ir.instruction import backward, forward
-from strategies.schedules.schedule import (
-    Rows,
-    Shape,
-    drop_padding,
-    one_forward_one_backward,
-)
+from strategies.schedules.schedule import Rows, Shape, drop_padding, one_forward_one_backward
 
 
 def grouped_order(shape: Shape, group: int, *, warm_all: bool = False) -> Rows:

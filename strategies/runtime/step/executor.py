@@ -32,12 +32,7 @@ from strategies.models.nested import tensors as tensors_in
 from strategies.runtime.step.boundary_values import BoundaryValues
 from strategies.runtime.step.microbatch import Microbatch
 from strategies.runtime.step.rank_parts import RankParts
-from strategies.runtime.step.stage_compute import (
-    PassOptions,
-    StageCompute,
-    StepResult,
-    UnderWay,
-)
+from strategies.runtime.step.stage_compute import PassOptions, StageCompute, StepResult, UnderWay
 from strategies.runtime.step.stream_state import Stream
 
 _RECEIVE_AHEAD = 4
