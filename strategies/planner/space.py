@@ -24,6 +24,8 @@ _LEAN = ("v_half", "v_min")
 # Orders that are made for given costs are themselves searched for, in seconds where they are long,
 # and gain little there: O2 leaves out those with more forwards than this.
 _LONGEST_MADE = 1024
+# With recompute=mario, whose passes take longer than an order.
+_LONGEST_MARIO = 512
 # Nor does it look for two weight copies, or more stages per rank than four, in longer ones than
 # this: of those there are many, and the others are looked at for all of them.
 _LONGEST = 4096
@@ -195,12 +197,13 @@ def _orders(space: Space, num_units: int, layout: Layout, mario: bool) -> tuple[
         whole = space.split_backward or space.whole_backward
         if not _may_be_late(space, schedule, layout) or (whole and schedule.splits_backward):
             continue
-        made = schedule.cost_aware or mario or not schedule.synchronous
+        made = schedule.cost_aware or not schedule.synchronous
         for stages in _stages_per_rank(space, num_units, schedule, layout):
             length = layout.pp * layout.num_microbatches * stages
             free = space.level == "O2" and space.schedule is None
             rare = schedule.weight_copies > 1 or stages > _VIRTUAL["O2"][-1]
-            if free and length > (_LONGEST_MADE if made else _LONGEST if rare else length):
+            most = _LONGEST_MADE if made else _LONGEST if rare else length
+            if free and length > (min(most, _LONGEST_MARIO) if mario else most):
                 continue
             for group in _groups(space, schedule, layout):
                 if _possible(space, num_units, schedule, layout, stages, group):

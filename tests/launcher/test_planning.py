@@ -18,7 +18,7 @@ from strategies.analysis.metrics import measure
 from strategies.errors import PlanError
 from strategies.planner.layout_search import search
 from strategies.planner.problem import Layout
-from strategies.planner.space import Space, leaves_made_out
+from strategies.planner.space import Space, leaves_made_out, orders
 from strategies.simulator.engine import simulate
 from tests.launcher.command_line import launch_here, run_here
 from tests.launcher.runs import MODEL, launch
@@ -291,5 +291,8 @@ def test_a_plan_says_that_zero_bubble_was_too_long_to_be_tried():
     )
     assert leaves_made_out(Space(16, 64, level="O3"), long) is None
     assert leaves_made_out(Space(16, 64, schedule="1f1b"), long) is None
+    tried = {order.schedule for order in orders(Space(16, 64), llama(16).problem, long)}
+    assert {"zb_h1", "zb_h2"} <= tried
+    assert "zb_v" not in tried
     # Of one stage per rank there are half as many.
     assert "zb_h1" in leaves_made_out(Space(16, 128), replace(long, num_microbatches=128))
