@@ -49,7 +49,7 @@ def unit_steps(
             product("branch", cut.stream, biases=cut.biases),
             *dropped(cut),
         ),
-        "SparseMlp": (*norm(cut, "in"), *_experts(shape), *dropped(cut)) if shape.moe else (),
+        "SparseMlp": (*norm(cut, "in"), *_experts(shape, tp), *dropped(cut)) if shape.moe else (),
         "Head": (*norm(cut, "in"), Asked("normed"), product("logits", tokens * ids, biases=False)),
     }
 
@@ -186,25 +186,28 @@ def _gated(gate: str, up: str, size: int, suffix: str = "") -> tuple[Step, ...]:
     )  # fmt: skip
 
 
-def _experts(shape: TransformerShape) -> tuple[Step, ...]:
-    """Routing, experts and shared experts; the sum over experts and with the shared ones."""
+def _experts(shape: TransformerShape, tp: int) -> tuple[Step, ...]:
+    """Routing, experts and shared experts; the sum over experts and with the shared ones.
+
+    Of ``tp`` ranks each routes all tokens, and computes the experts for its share of them.
+    """
     moe = shape.moe
     assert moe is not None
     tokens = shape.sequence
     rows, width = tokens * moe.per_token, tokens * moe.per_token * shape.hidden
-    inner, shared = rows * moe.ffn, tokens * moe.shared * moe.ffn
+    inner, shared = rows * moe.ffn // tp, tokens * moe.shared * moe.ffn // tp
     gated = shape.activation == "swiglu"
     steps: list[Step] = [
         *_routing(shape),
         made("sorted", rows, "activation"), made("order", rows, "activation"), Asked("order"),
-        made("rows", width, "activation"), *_grouped("up", inner, shape.hidden, "rows"),
+        made("rows", width // tp, "activation"), *_grouped("up", inner, shape.hidden, "rows"),
     ]  # fmt: skip
     if gated:
         steps += [*_grouped("gate", inner, shape.hidden, "rows"), *_gated("gate", "up", inner)]
     else:
         steps += _curved("up", inner)
     steps += [
-        *_grouped("results", width, moe.ffn, "gated" if gated else "curved"),
+        *_grouped("results", width // tp, moe.ffn, "gated" if gated else "curved"),
         made("places", rows), Asked("places"), made("picked", width, "activation"),
         Asked("picked"), Asked("weights"),
     ]  # fmt: skip

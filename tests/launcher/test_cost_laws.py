@@ -71,15 +71,15 @@ def asked(draw: Callable[[Any], Any], schedules: tuple[str, ...] = MADE, **fixed
         return draw(st.sampled_from(of))
 
     pp, schedule = one(1, 2, 4), one(*schedules)
+    tp, dp = one(1, 2, 4, 8), one(1, 2, 4)
     hidden = one(512, 1024, 4096)
     model = {
-        "layers": one(4, 8), "hidden": hidden, "heads": 8, "kv_heads": one(8, 4), "ffn": 4 * hidden,
+        "layers": one(4, 8), "hidden": hidden, "heads": 8, "kv_heads": one(8, tp), "ffn": 4 * hidden,
         "vocab": one(1024, 32768), "sequence": one(512, 2048),
     }  # fmt: skip
     experts = one(True, False, False)
     if experts or fixed.get("experts"):
         model |= {"experts": 8, "experts_per_token": 2, "expert_ffn": hidden}
-    tp, dp = one(1, 2, 4), one(1, 2, 4)
     size, count = one(1, 2), pp * one(1, 2, 3)
     words: Words = {
         "mode": "simulate", "pp": pp, "tp": tp, "dp": dp, "model": model,
@@ -113,7 +113,7 @@ def predicted(words: Words) -> Predicted:
 
 def law(test: Callable[..., None]) -> Callable[..., None]:
     """With fewer examples than other tests: each is two simulations."""
-    few = settings.default.max_examples // 6
+    few = settings.default.max_examples // 2
     return settings(max_examples=few, suppress_health_check=[HealthCheck.too_slow])(test)
 
 

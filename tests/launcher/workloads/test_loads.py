@@ -383,3 +383,12 @@ def test_an_update_of_muon_computes_of_whole_matrices():
         for load in (replace(stage, update_products=()), stage)
     )
     assert turned - plain == pytest.approx((attention + mlp) / 0.5e12)
+
+
+def test_selective_layers_keep_a_ranks_share_of_their_experts():
+    """The experts' products of all tokens were said to be kept on each tensor-parallel rank."""
+    shape = replace(LLAMA, moe=MoeShape(experts=4, per_token=2, ffn=16, shared=2))
+    whole, shared = (selective_shares(shape, tp)[2].saved_elements for tp in (1, 2))
+    rows, ffn = shape.sequence * 2, 16
+    # Two inputs of an activation, of experts and of two shared ones, and the experts' results.
+    assert whole - shared == (2 * rows * ffn + 2 * rows * ffn + rows * shape.hidden) // 2
