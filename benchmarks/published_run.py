@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.compose.session import compose_checked, search_path
-from launcher.report.predicted import rank_memory, step_flops
+from launcher.report.predicted import rank_memory
 from launcher.resolve import Run, rank_capacity, resolve
+from launcher.workloads.model_share import model_units
 from strategies.costs.analytic import AnalyticCosts
 from strategies.costs.capacity import Capacity
 from strategies.errors import PipelineError
@@ -357,9 +358,9 @@ def predict_run(run: PublishedRun) -> Prediction:
         return Prediction(run, missing=str(error))
     timeline = simulate(resolved.programs.train, resolved.costs)
     memory = rank_memory(resolved)
-    flops = step_flops(resolved)
+    # With all scores, as the sources count: the order of their tables is by these.
+    forward = sum(unit.forward_flops for unit in model_units(resolved.shape))
     assert memory is not None
-    assert flops is not None
     held = max(rank.total for rank in memory)
     room = rank_capacity(config, resolved.dp)
     return Prediction(
@@ -368,7 +369,7 @@ def predict_run(run: PublishedRun) -> Prediction:
         memory_bytes=_as_measured(run, held, room),
         taken_bytes=room.taken(held),
         limit_bytes=room.total,
-        flops=flops,
+        flops=3.0 * forward * resolved.batch_size * resolved.dp,
     )
 
 

@@ -74,8 +74,8 @@ def asked(draw: Callable[[Any], Any], schedules: tuple[str, ...] = MADE, **fixed
     tp, dp = one(1, 2, 4, 8), one(1, 2, 4)
     hidden = one(512, 1024, 4096)
     model = {
-        "layers": one(4, 8), "hidden": hidden, "heads": 8, "kv_heads": one(8, tp), "ffn": 4 * hidden,
-        "vocab": one(1024, 32768), "sequence": one(512, 2048),
+        "layers": one(4, 8), "hidden": hidden, "heads": 8, "kv_heads": one(8, tp),
+        "ffn": 4 * hidden, "vocab": one(1024, 32768), "sequence": one(512, 2048),
     }  # fmt: skip
     experts = one(True, False, False)
     if experts or fixed.get("experts"):
