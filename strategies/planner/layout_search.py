@@ -45,7 +45,15 @@ from strategies.planner.outcome import (
     program_of,
 )
 from strategies.planner.problem import Candidate, Layout, Order, Problem
-from strategies.planner.space import DOMINATED_BY, Space, degrees, expert_degrees, layouts, orders
+from strategies.planner.space import (
+    DOMINATED_BY,
+    Space,
+    degrees,
+    expert_degrees,
+    layouts,
+    orders,
+    splits_node,
+)
 from strategies.planner.step_bound import ideal_time
 
 _SHORT = 4096  # Instructions of what is compiled in a fraction of a second.
@@ -308,7 +316,7 @@ def dominating_candidates(
 
 def _layouts(problem: Problem, space: Space, rejected: Rejected) -> Iterator[Layout]:
     for tp, pp, dp in degrees(space, problem):
-        refused = problem.refuse_tp(tp)
+        refused = problem.refuse_tp(tp) or splits_node(space, problem, tp)
         if refused is not None:
             rejected.tp[tp] = refused
             continue

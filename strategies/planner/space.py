@@ -108,8 +108,6 @@ def degrees(space: Space, problem: Problem) -> Iterator[tuple[int, int, int]]:
     """All (tp, pp, dp) that multiply to the number of GPUs, whatever model and batch say."""
     node = problem.machine.hardware.gpus_per_node
     for tp in (n for n in range(1, min(space.num_gpus, node) + 1) if space.num_gpus % n == 0):
-        if node % tp and space.level == "O2" and space.tp is None:
-            continue  # Some of these ranks would be on two nodes.
         shares = problem.machine.sequence_parallel or problem.expert_tp
         if space.tp not in (None, tp) or (shares and tp == 1):
             continue
@@ -117,6 +115,14 @@ def degrees(space: Space, problem: Problem) -> Iterator[tuple[int, int, int]]:
         for pp in (n for n in range(1, min(rest, problem.num_units) + 1) if rest % n == 0):
             if space.pp in (None, pp) and space.dp in (None, rest // pp):
                 yield tp, pp, rest // pp
+
+
+def splits_node(space: Space, problem: Problem, tp: int) -> str | None:
+    """Why O2 leaves out a degree that is not asked for; None for one that divides nodes evenly."""
+    node = problem.machine.hardware.gpus_per_node
+    if node % tp == 0 or space.level != "O2" or space.tp is not None:
+        return None
+    return f"does not divide hardware.gpus_per_node={node}, so its sums would leave a node"
 
 
 def layouts(space: Space, problem: Problem, tp: int, pp: int, dp: int) -> list[Layout]:

@@ -241,6 +241,12 @@ def test_reasons_are_given_for_what_is_not_listed():
     asked = problem(4, memory=1.2e8)
     answer = search(asked, Space(12, 16))
     assert set(answer.rejected.tp) == {3}
+    # A model that can be cut into three, on nodes of four: some of the ranks are on two.
+    found = search(replace(asked, refuse_tp=lambda tp: None), Space(12, 16))
+    assert found.rejected.tp == {
+        3: "does not divide hardware.gpus_per_node=4, so its sums would leave a node"
+    }
+    assert all(plan.candidate.layout.tp != 3 for plan in found.plans)
     assert answer.rejected.batch == {3, 6, 12}
     assert answer.rejected.nearest is not None
     assert answer.rejected.nearest[0] > asked.machine.hardware.memory_gb * 1e9
