@@ -2,9 +2,9 @@
 
 A layer is attention | dispatch | experts | combine, and in a backward the same for gradients, from
 the last layer: dispatch | experts | combine | attention. By itself a computation waits for each of
-its exchanges. The halves of a fused pair take turns as they do on a rank (``Turns``): one that has
-sent its tokens on their way lets the other compute, and waits for them when it is its turn again.
-Exchanges of a rank follow each other on their way.
+its exchanges. The halves of a fused pair take turns as they do on a rank (``TwoThreads``): one
+that has sent its tokens on their way lets the other compute, and waits for them when it is its turn
+again. Exchanges of a rank follow each other on their way.
 """
 
 from __future__ import annotations

@@ -37,17 +37,17 @@ from strategies.models.tensor_parallel.tensor_ranks import Grid, Shard, TensorRa
 # A forward and a backward of one rank in turn, each while the other's tokens travel.
 #
 # The forward runs in the caller's thread and the backward in another one, of which only one runs at
-# a time: whoever has sent its tokens on their way hands the turn on, and waits for them when it has
-# it back. So the exchange of one microbatch runs under the compute of the other (as in DualPipe,
+# a time: one that has sent its tokens switches to the other, and waits for them when it runs again.
+# So the exchange of one microbatch runs under the compute of the other (as in DualPipe,
 # https://arxiv.org/abs/2412.19437), in an order that is the same on all ranks that exchange.
 
 
-class _BrokenOffError(Exception):
-    """The other strand has failed; nobody is going to answer this one's exchanges."""
+class _PeerThreadError(Exception):
+    """The other thread has failed: its peers do not answer this one's exchanges."""
 
 
-class Turns:
-    """Two strands that take turns; between pairs nobody takes any."""
+class TwoThreads:
+    """Two threads of which one runs at a time, for the halves of a pair."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,18 +60,17 @@ class Turns:
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Runs both to their ends; what either raises is raised.
 
-        The second one, a backward, begins: it comes to its experts' results at once, and so has
-        something on its way under the first piece of the forward, as has the forward at its end
-        under the last piece of the backward.
+        The second one, a backward, starts: its first all-to-all then runs under the forward's first
+        segment, and the forward's last one under the backward's last segment.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="backward")
         self._alive, self._turn, self._failed = [True, True], 0, False
         other: Future[None] = self._pool.submit(self._run_other, second)
         try:
-            self.hand_on()
+            self.switch()
             first()
-        except _BrokenOffError:
+        except _PeerThreadError:
             pass  # The other one's error is the one to tell.
         except BaseException:
             self._failed = True
@@ -84,24 +83,24 @@ class Turns:
 
     @property
     def whose(self) -> int:
-        """Who runs: 0 for the first strand, and where there is no pair; 1 for the second."""
+        """Who runs: 0 for the first thread, and where there is no pair; 1 for the second."""
         return self._turn if any(self._alive) else 0
 
-    def hand_on(self) -> None:
-        """Lets the other strand run until it hands on or has ended.
+    def switch(self) -> None:
+        """Lets the other thread run until it switches back or has ended.
 
         Whose thread it is says nothing: autograd runs a backward on a GPU in one of its own.
         """
         number = self._turn
         if not all(self._alive):
             return
-        # What a strand draws does not depend on what the other one has drawn meanwhile.
+        # What a thread draws does not depend on what the other one has drawn meanwhile.
         with kept_generators(), self._mine:
             self._turn = 1 - number
             self._mine.notify_all()
             self._mine.wait_for(lambda: self._turn == number)
         if self._failed:
-            raise _BrokenOffError
+            raise _PeerThreadError
 
     def _run_other(self, second: Callable[[], None]) -> None:
         with self._mine:
@@ -111,7 +110,7 @@ class Turns:
         try:
             if not self._failed:
                 second()
-        except _BrokenOffError:
+        except _PeerThreadError:
             pass
         except BaseException:
             self._failed = True
@@ -151,7 +150,7 @@ class ExpertRanks:
         group: dist.ProcessGroup | None,
         *,
         sharers: TensorRanks | None = None,
-        turns: Turns | None = None,
+        turns: TwoThreads | None = None,
         sliced: bool = False,
     ) -> None:
         """``group`` is None for a single process; ``sharers`` share its matrices.
@@ -262,15 +261,15 @@ class ExpertRanks:
         told = counts.view(self.size, -1)
         heard = self._tell(told)
         away, here = torch.stack((told.sum(1), heard.sum(1))).tolist()
-        way = _Way(self, away, here)
-        travelling: Tensor = _Depart.apply(rows[: sum(away)], way)  # type: ignore[no-untyped-call]
+        way = _Exchange(self, away, here)
+        travelling: Tensor = _StartAllToAll.apply(rows[: sum(away)], way)  # type: ignore[no-untyped-call]
         return Sent(travelling, heard, way, share)
 
     def _computed(self, compute: Compute, sent: Sent) -> Tensor:
         heard, way = sent.counts, sent.way
         if way is None:
             return compute(sent.rows, heard)
-        arrived: Tensor = _Arrive.apply(sent.rows, way)  # type: ignore[no-untyped-call]
+        arrived: Tensor = _WaitAllToAll.apply(sent.rows, way)  # type: ignore[no-untyped-call]
         # From sources one after the other to experts one after the other, and back.
         experts = torch.arange(heard.shape[1], device=heard.device).repeat(self.size)
         owners = torch.repeat_interleave(experts, heard.flatten(), output_size=sum(way.here))
@@ -278,9 +277,9 @@ class ExpertRanks:
         result = compute(arrived.index_select(0, order), heard.sum(0))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        home = _Way(self, way.here, way.away)
-        returning: Tensor = _Depart.apply(result.index_select(0, back), home)  # type: ignore[no-untyped-call]
-        returned: Tensor = _Arrive.apply(returning, home)  # type: ignore[no-untyped-call]
+        home = _Exchange(self, way.here, way.away)
+        returning: Tensor = _StartAllToAll.apply(result.index_select(0, back), home)  # type: ignore[no-untyped-call]
+        returned: Tensor = _WaitAllToAll.apply(returning, home)  # type: ignore[no-untyped-call]
         return returned
 
     def _tell(self, counts: Tensor) -> Tensor:
@@ -318,11 +317,11 @@ class ExpertRanks:
         return moved, work
 
     def arrive(self, work: dist.Work | None) -> None:
-        """Waits for what has departed; in a pair the other strand runs meanwhile."""
+        """Waits for what has departed; in a pair the other thread runs meanwhile."""
         if work is None:
             return
         if self.turns is not None:
-            self.turns.hand_on()
+            self.turns.switch()
         work.wait()
 
     def _by_host(self, tensor: Tensor) -> bool:
@@ -330,7 +329,7 @@ class ExpertRanks:
         return tensor.is_cuda and dist.get_backend(self._group) == "gloo"
 
 
-class _Way:
+class _Exchange:
     """One exchange of rows, there in the forward and back in the backward."""
 
     def __init__(self, ranks: ExpertRanks, away: Sequence[int], here: Sequence[int]) -> None:
@@ -357,15 +356,15 @@ class Sent(NamedTuple):
 
     rows: Tensor  # where they travel an empty tensor, which only ties both ends together
     counts: Tensor  # of each expert's rows here, by the rank that sends them; or of all rows
-    way: _Way | None  # None where nothing travels
+    way: _Exchange | None  # None where nothing travels
     share: _Share | None  # of ranks with the same tokens, this one's
 
 
-class _Depart(torch.autograd.Function):
+class _StartAllToAll(torch.autograd.Function):
     """Begins an exchange; in the backward, waits for that of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, way: _Exchange) -> Tensor:
         ctx.way = way
         way.begin(rows, back=False)
         return rows.new_empty(0)
@@ -375,14 +374,14 @@ class _Depart(torch.autograd.Function):
         return ctx.way.end(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitAllToAll(torch.autograd.Function):
     """Waits for an exchange; in the backward, begins that of gradients.
 
     What has arrived is nobody's view: whoever reads it may write to it.
     """
 
     @staticmethod
-    def forward(ctx: Any, travelling: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: Any, travelling: Tensor, way: _Exchange) -> Tensor:
         ctx.way = way
         return way.end()
 

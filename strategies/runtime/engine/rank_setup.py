@@ -18,7 +18,7 @@ from strategies.errors import ModelError
 from strategies.heartbeat import Heartbeat
 from strategies.ir.program import Placement
 from strategies.models.collectives import LocalGroup
-from strategies.models.expert_parallel import ExpertRanks, Turns
+from strategies.models.expert_parallel import ExpertRanks, TwoThreads
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import Mode, StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
@@ -100,7 +100,7 @@ class RankSetup:
         self.tensor_ranks = self._tensor_ranks()
         if self.tensor_ranks is not None:
             self._shard(self.tensor_ranks)
-        turns = Turns(device) if plan.pairs else None
+        turns = TwoThreads(device) if plan.pairs else None
         self.exchangers: ExpertRanks | None = None
         if coordinates.ep > 1 or coordinates.tp > 1:
             self.exchangers = self._expert_ranks(turns)
@@ -276,7 +276,7 @@ class RankSetup:
         assert group is not None
         return TensorRanks(group, sequence=self.options.sequence_parallel)
 
-    def _expert_ranks(self, turns: Turns | None) -> ExpertRanks:
+    def _expert_ranks(self, turns: TwoThreads | None) -> ExpertRanks:
         """Who holds the experts of this rank's stages; needed before the model is cut."""
         where = self.coordinates
         self._create(mesh.exchange_groups(where))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from strategies.models.expert_parallel import ExpertRanks, Turns
+from strategies.models.expert_parallel import ExpertRanks, TwoThreads
 from strategies.models.stage_model import StageModel
 from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.messages.mailbox import Mailbox
@@ -34,7 +34,7 @@ class RankParts:
     recomputation: Recomputation
     whole: WholeBatch
     tensor_ranks: TensorRanks | None = None
-    turns: Turns | None = None  # where the halves of a pair run in turn
+    turns: TwoThreads | None = None  # where the halves of a pair run in turn
     expert_ranks: ExpertRanks | None = None  # who exchanges experts' tokens
     watch: NanWatch | None = None  # of what is not finite
     activations: ActivationBytes | None = None

@@ -17,7 +17,7 @@ from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
 from strategies.models.collectives import default_group
-from strategies.models.expert_parallel import Turns
+from strategies.models.expert_parallel import TwoThreads
 from strategies.models.logs import LogEntry
 from strategies.models.nested import structure
 from strategies.models.split_backward.input_step import input_backward
@@ -163,7 +163,7 @@ class StageCompute:
         inputs: Sequence[Values],
         *,
         final: tuple[bool, bool],
-        turns: Turns,
+        turns: TwoThreads,
     ) -> None:
         """Runs the halves of a fused pair in turn, one while the other's tokens travel.
 
