@@ -28,6 +28,8 @@ PATH = "step-4.ckpt"
 class Watch(Callback):
     """Notes this rank's whole state: before the first step, or after the one that it saves."""
 
+    reads_weights = False  # Looks at what the rank has, shares of weights and their moments.
+
     def __init__(self, save: str | None, *, at: int = 4) -> None:
         self._save = save
         self._at = at
