@@ -172,6 +172,8 @@ class Shardings:
                 states.append(WHOLE)
                 continue
             made = Cut(made.dim, parts, scores)
+            if made.dim >= output.dim():  # It has lost a dimension in place.
+                return None
             if not scores and output.shape[made.dim] % (parts * self.tp):
                 return None
             states.append(str(made))

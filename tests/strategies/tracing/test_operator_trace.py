@@ -367,3 +367,23 @@ def test_a_running_sum_is_taken_of_shares_along_other_dimensions_alone(scan, dim
         (("R",), ("R",)),
         (("S1",), ("S1",)),
     ]
+
+
+class Weighted(nn.Module):
+    """A product with a vector loses a dimension in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def training_step(self, batch, batch_idx):
+        y = self.up(batch[0])
+        return self.down(torch.ones(len(y)) @ y).square().mean()
+
+
+def test_a_value_that_loses_a_dimension_in_place_is_whole():
+    plan = found(Weighted(), (torch.zeros(4, 64),))
+    assert [(row.pattern, row.style, row.whole_output) for row in plan.layers] == [
+        ("up", "column", True),
+        ("down", "row", True),
+    ]
