@@ -239,6 +239,9 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "pooled": _over_time(lambda y: F.avg_pool2d(y, 3, 1, 1)),
     "dropped": _over_time(lambda y: F.dropout(F.dropout1d(y, 0.3), 0.3)),
     "dropped_turned": _over_time(lambda y: F.dropout(y, 0.3)),
+    "selected": lambda y: y * y.select(-1, 0)[..., None] * torch.select(y, -1, 13)[..., None],
+    "vector": lambda y: y + torch.linspace(0, 1, TIME).to(y) @ y[0] - y[0].T @ y[0, :, 0],
+    "binary": lambda y: y * F.binary_cross_entropy(y.sigmoid(), torch.full_like(y, 0.3)),
     "noise": lambda y: y + torch.randn_like(y) + F.alpha_dropout(y, 0.1) + F.gumbel_softmax(y),
 }  # fmt: skip
 ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
@@ -267,7 +270,15 @@ def train(name: str, tp: int, declared: bool) -> dict[str, Any]:
         }  # fmt: skip
 
 
-FOUND_SOMETHING = ("later", "dropped", "dropped_turned", "pooled", "shared_bias")
+FOUND_SOMETHING = (
+    "later",
+    "dropped",
+    "dropped_turned",
+    "pooled",
+    "shared_bias",
+    "binary",
+    "selected",
+)
 
 
 @pytest.mark.parametrize("name", FOUND_SOMETHING)

@@ -240,7 +240,8 @@ BY_SHARE: dict[Any, Callable[..., Any]] = {
 }
 
 
-# DTensor has no rules for these, or such as mean something else (an image cut along its height).
+# DTensor has no rules for these, or such as mean something else (an image cut along its height), or
+# wrong gradients: of a share's mean for the whole one (losses), along negative dimensions (select).
 WHOLE: frozenset[Any] = frozenset(
     {
         torch.conv1d,
@@ -251,6 +252,10 @@ WHOLE: frozenset[Any] = frozenset(
         torch.conv_transpose3d,
         functional.multi_head_attention_forward,
         functional.pad,
+        functional.binary_cross_entropy,
+        functional.soft_margin_loss,
+        torch.select,
+        Tensor.select,
     }
 )
 

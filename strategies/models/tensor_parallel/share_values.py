@@ -275,13 +275,13 @@ class _BetweenLayers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         _refuse_lost_write(name, args)
         plain = func in WHOLE or _draws(name) or _writes_plain(name, args, kwargs)
+        plain = plain or ("matmul" in name and any(_is_vector(arg) for arg in args))
         if plain or values.unshard_everything or name in values.unsharded_ops:
             return self._by_whole(func, args, kwargs)
         try:
             known = rebuild((args, kwargs), self._known)
             return func(*known[0], **known[1])
-        except (RuntimeError, NotImplementedError, ValueError, AssertionError, TypeError):
-            # It has no rule for that, or the layout does not come out even.
+        except Exception:  # It has no rule for that, or the layout does not come out even.
             return self._by_whole(func, args, kwargs)
 
     def _with_wholes(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -420,6 +420,11 @@ def _refuse_write_into_segments(func: Function, args: Args, kwargs: Kwargs) -> N
         )
 
 
+def _is_vector(arg: Any) -> bool:
+    """A product with one keeps a dimension too many in DTensor."""
+    return isinstance(arg, Tensor) and arg.dim() == 1
+
+
 def _writes_plain(name: str, args: Args, kwargs: Kwargs) -> bool:
     """Whether a share is written into a whole value."""
     if isinstance(kwargs.get("out"), Tensor):
@@ -434,7 +439,8 @@ def _writes_plain(name: str, args: Args, kwargs: Kwargs) -> bool:
 
 _RANDOM = re.compile(
     r"\w*dropout[123]?d?_?|rand(n|int|perm)?(_like)?|bernoulli_?|multinomial|(log_)?normal_?"
-    r"|poisson|rrelu(_with_noise)?_?|gumbel_softmax|(uniform|exponential|geometric|cauchy|random)_"
+    r"|poisson|fractional_max_pool[23]d(_with_indices)?|rrelu(_with_noise)?_?|gumbel_softmax"
+    r"|(uniform|exponential|geometric|cauchy|random)_"
 )
 
 
