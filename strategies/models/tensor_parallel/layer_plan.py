@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from strategies.errors import ModelError
 from strategies.sharding_plan import LayerKind, LayerSharding, ShardingPlan
@@ -91,10 +93,6 @@ def read_style(name: str, given: Any) -> Style:
         return given
     if isinstance(given, str) and given in _WORDS:
         return _WORDS[given]
-    # Costs half a second that most runs have no use for.
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-    from torch.distributed.tensor.placement_types import Replicate
-
     if isinstance(given, ColwiseParallel):
         return Column(gather=isinstance(given.output_layouts[0], Replicate))
     if isinstance(given, RowwiseParallel):
