@@ -6,6 +6,7 @@ as for the whole value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -280,3 +281,19 @@ def any_share(items: Any) -> bool:
         ):
             return True
     return False
+
+
+_RANDOM = re.compile(
+    r"\w*dropout[123]?d?_?|rand(n|int|perm)?(_like)?|bernoulli_?|multinomial|(log_)?normal_?"
+    r"|poisson|fractional_max_pool[23]d(_with_indices)?|rrelu(_with_noise)?_?|gumbel_softmax"
+    r"|(uniform|exponential|geometric|cauchy|random)_"
+)
+
+
+def draws(name: str) -> bool:
+    """Whether an operation draws random numbers, of which all ranks want those of the whole.
+
+    >>> [draws(name) for name in ("dropout", "randn_like", "normal_", "normalize", "__rand__")]
+    [True, True, True, False, False]
+    """
+    return _RANDOM.fullmatch(name) is not None

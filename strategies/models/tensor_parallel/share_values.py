@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -38,7 +37,7 @@ from strategies.models.replay.hole import (
     user_line,
 )
 from strategies.models.tensor_parallel.regions import Entrance
-from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE
+from strategies.models.tensor_parallel.share_operations import BY_SHARE, WHOLE, draws
 from strategies.models.tensor_parallel.tensor_ranks import Shard, TensorRanks, unflattened
 from strategies.models.tensor_parallel.value_segments import (
     Segments,
@@ -274,7 +273,7 @@ class _BetweenLayers(TorchFunctionMode):
             return self._by_whole(func, args, kwargs)
         name = getattr(func, "__name__", "")
         _refuse_lost_write(name, args)
-        plain = func in WHOLE or _draws(name) or _writes_plain(name, args, kwargs)
+        plain = func in WHOLE or draws(name) or _writes_plain(name, args, kwargs)
         plain = plain or ("matmul" in name and any(_is_vector(arg) for arg in args))
         if plain or values.unshard_everything or name in values.unsharded_ops:
             return self._by_whole(func, args, kwargs)
@@ -435,22 +434,6 @@ def _writes_plain(name: str, args: Args, kwargs: Kwargs) -> bool:
         and isinstance(target, Tensor)
         and (not isinstance(target, DTensor) or name == "__setitem__")
     )
-
-
-_RANDOM = re.compile(
-    r"\w*dropout[123]?d?_?|rand(n|int|perm)?(_like)?|bernoulli_?|multinomial|(log_)?normal_?"
-    r"|poisson|fractional_max_pool[23]d(_with_indices)?|rrelu(_with_noise)?_?|gumbel_softmax"
-    r"|(uniform|exponential|geometric|cauchy|random)_"
-)
-
-
-def _draws(name: str) -> bool:
-    """Whether an operation draws random numbers, of which all ranks want those of the whole.
-
-    >>> [_draws(name) for name in ("dropout", "randn_like", "normal_", "normalize", "__rand__")]
-    [True, True, True, False, False]
-    """
-    return _RANDOM.fullmatch(name) is not None
 
 
 def _stride(shape: list[int]) -> tuple[int, ...]:
