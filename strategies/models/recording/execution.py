@@ -143,17 +143,16 @@ class Execution:
             self._log(entry, env)
             return
         args, kwargs = rebuild((entry.args, entry.kwargs), lambda leaf: self._resolved(leaf, env))
-        if entry.unit is None:
-            with self._switched(entry.modes):
-                result = entry.call(*args, **kwargs)
-            produced = [args[0]] if operation_name(entry.call) == "__setitem__" else None
-            produced = tensors(result) if produced is None else produced
-        else:
+        if entry.unit is not None:
             args, kwargs = self._shared(entry, args, kwargs)
             if entry.objects is not None and id(entry.objects) not in self._met:
                 self._met.add(id(entry.objects))
                 entry.objects.restore()
-            produced = self._layer(entry, args, kwargs)
+        if entry.modes == self._modes:
+            produced = self._call(entry, args, kwargs)
+        else:
+            with self._switched(entry.modes):
+                produced = self._call(entry, args, kwargs)
         if len(produced) != len(entry.numbers):
             raise ModelError(
                 f"{self.step}: {self._name(entry)} gives {len(produced)} tensors, and gave "
@@ -171,14 +170,14 @@ class Execution:
             if event == 0 or self.path.events[call][event - 1].random:
                 reseed(self.seed, call, event)
 
-    def _layer(self, entry: Entry, args: Any, kwargs: Any) -> list[Tensor]:
-        assert entry.unit is not None
-        layer = self.selective.get(entry.unit)
-        with self._switched(entry.modes):
-            if layer is None:
-                result = entry.call(*args, **kwargs)
-            else:
-                result = layer.run(entry.call, args, kwargs)
+    def _call(self, entry: Entry, args: Any, kwargs: Any) -> list[Tensor]:
+        layer = None if entry.unit is None else self.selective.get(entry.unit)
+        if layer is None:
+            result = entry.call(*args, **kwargs)
+        else:
+            result = layer.run(entry.call, args, kwargs)
+        if entry.unit is None and operation_name(entry.call) == "__setitem__":
+            return [args[0]]
         produced = tensors(result)
         for module, attribute in entry.effects:
             produced = produced + tensors(getattr(module, attribute))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,7 @@ class Fresh:
         self.tensor = tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
+class Modes(NamedTuple):
     """What is switched on where an entry runs: gradients, autocast, kernels of attention."""
 
     grad: bool
@@ -57,21 +56,22 @@ class Modes:
 
     @classmethod
     def now(cls, device: str) -> Modes:
-        kinds = ("cpu",) if device == "cpu" else ("cpu", device)
-        cuda: Any = torch._C
-        return cls(
-            torch.is_grad_enabled(),
-            tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in kinds
-            ),
-            (
-                cuda._get_flash_sdp_enabled(),
-                cuda._get_mem_efficient_sdp_enabled(),
-                cuda._get_math_sdp_enabled(),
-                cuda._get_cudnn_sdp_enabled(),
-            ),
+        autocast: tuple[tuple[str, bool, torch.dtype], ...] = (
+            ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         )
+        if device != "cpu":
+            now = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            autocast += ((device, *now),)
+        attention = (
+            _C._get_flash_sdp_enabled(),
+            _C._get_mem_efficient_sdp_enabled(),
+            _C._get_math_sdp_enabled(),
+            _C._get_cudnn_sdp_enabled(),
+        )
+        return cls(torch.is_grad_enabled(), autocast, attention)
+
+
+_C: Any = torch._C
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class Entry:
         call: The layer's forward or the torch function.
         args: Arguments with ``Ref`` and ``Fresh``.
         kwargs: The same by name.
+        uses: Numbers of the values among them.
         numbers: Of the tensors that it gives, in order; None for one that it was given.
         written: Places among the arguments' leaves that become values, with their numbers.
         effects: Attributes that a layer sets, whose tensors follow those of its result.
@@ -119,6 +120,7 @@ class Entry:
     args: Args
     kwargs: Kwargs
     modes: Modes
+    uses: tuple[int, ...] = ()
     numbers: tuple[int | None, ...] = ()
     written: tuple[tuple[int, int], ...] = ()
     effects: tuple[tuple[nn.Module, str], ...] = ()
@@ -137,12 +139,6 @@ class Entry:
     def is_hook(self) -> bool:
         """Whether it only sets a hook on a value."""
         return self.log is None and not self.numbers and not self.written
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        """Numbers of the values that it takes."""
-        given = (self.args, self.kwargs) if self.log is None else self.log.value
-        return tuple(leaf.number for leaf in leaves(given) if isinstance(leaf, Ref))
 
 
 @dataclass(slots=True)
@@ -173,6 +169,7 @@ class Tape:
         self.numbers: dict[Key, int] = {}
         self.rewritten = False
         self._device = device.type
+        self._used: list[int] = []
         self._copies = copies
         # Tensors of the batch alone, by identity, with their versions; kept, so that no other
         # tensor gets the identity.
@@ -183,8 +180,10 @@ class Tape:
         self, unit: int | None, call: Function, args: Args, kwargs: Kwargs, stop: Any
     ) -> Entry:
         """An entry with its arguments, before what it calls has changed any of them."""
+        self._used = []
         given, named = rebuild((args, kwargs), self.frozen)
-        entry = Entry((0, 0), unit, call, given, named, Modes.now(self._device))
+        uses = tuple(self._used)
+        entry = Entry((0, 0), unit, call, given, named, Modes.now(self._device), uses)
         entry.region = self._region(stop)
         if unit is not None:
             objects = [leaf for leaf in leaves((args, kwargs)) if _may_change(leaf)]
@@ -214,16 +213,23 @@ class Tape:
         key = (*entry.position, _WRITTEN + place)
         entry.written += ((place, self._number(tensor, key)),)
 
-    def log(self, position: Position, log: LogEntry) -> None:
+    def log(
+        self, position: Position, name: str, value: Any, options: dict[str, Any], metric: str | None
+    ) -> None:
+        self._used = []
+        log = LogEntry(name, rebuild(value, self.frozen), options, metric)
         entry = Entry(position, None, _log, (), {}, Modes.now(self._device))
-        entry.log = log
+        entry.log, entry.uses = log, tuple(self._used)
         self.entries.append(entry)
 
     def frozen(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
             return leaf
         if isinstance(leaf, Hole):
-            return leaf if leaf.value is None else Ref(leaf.value)
+            if leaf.value is None:
+                return leaf
+            self._used.append(leaf.value)
+            return Ref(leaf.value)
         if type(leaf) is not Tensor:
             return leaf
         version = -1 if leaf.is_inference() else leaf._version
@@ -257,6 +263,8 @@ class Tape:
         return number
 
     def _region(self, stop: Any) -> Region | None:
+        if _C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return None  # As an activation checkpoint sets some.
         frame, _ = checkpoint_region(stop)
         if frame is None:
             return None

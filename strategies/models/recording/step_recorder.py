@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strategies.errors import ModelError
 from strategies.models.logs import LogCapture
 from strategies.models.nested import leaves, rebuild, tensors
-from strategies.models.recording.recording import Entry, Fresh, LogEntry, Recording, Tape
+from strategies.models.recording.recording import Entry, Fresh, Recording, Tape
 from strategies.models.replay.gate import STEP_FRAME, StageDone
 from strategies.models.replay.hole import (
     Args,
@@ -194,8 +194,7 @@ class Recorder(StageRun):
                 f"{user_line()}: self.log({name!r}) got a tensor of shape {list(value.shape)}; "
                 "only single numbers can be logged. Log its mean()."
             )
-        frozen = rebuild(value, self._tape.frozen)
-        self._tape.log(self._position, LogEntry(name, frozen, options, metric))
+        self._tape.log(self._position, name, value, options, metric)
 
     def _due(self) -> bool:
         return not self._free and self._leave is not None and self._position == self._leave.position

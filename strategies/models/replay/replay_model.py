@@ -89,7 +89,9 @@ class ReplayModel(CutModule):
             given = {b.key: tensor for b, tensor in zip(entry.tensors, inputs, strict=True)}
             passed = tuple(given[b.key].view_as(given[b.key]) for b in leave.tensors)
             return StageOutput(passed, groups=layout.groups[stage])
-        last = self._end_of_layers(which) if leave is None else None
+        last = None
+        if leave is None and recording is not None:
+            last = self._end_of_layers(which)
         logs: tuple[LogCall, ...] = ()
         until = leave or last
         with nullcontext() if seed is None else kept_generators():

@@ -240,7 +240,7 @@ class StageCompute:
             leaves = inputs
         here = (item.stage, item.microbatch)
         whole = self._parts.whole
-        recording = self._record(item.microbatch, microbatch.data)
+        recording = self._record(item, microbatch.data)
         self._origins[here] = (self._options, microbatch, recording)
         with whole.around(item.stage):
             if here in self._recomputed:
@@ -297,12 +297,22 @@ class StageCompute:
         if self._parts.activations is not None:
             self._parts.activations.graph(*here, leaves, (*output.tensors, output.loss))
 
-    def _record(self, label: int, data: Any) -> Any:
-        """The recording of a microbatch's step, which this rank's first forward of it makes."""
+    def _record(self, item: Instruction, data: Any) -> Any:
+        """The recording of a microbatch's step, which this rank's first forward of it makes.
+
+        None where nothing would execute it: the last stage, if it is the rank's only one and runs
+        once, runs the step itself.
+        """
+        label = item.microbatch
+        assert label is not None
         recording, num_run = self._recordings.pop(label, (None, 0))
         if num_run == 0 and self._first is not None and label == next(iter(self._microbatches)):
             recording, self._first = self._first, None
-        elif num_run == 0:
+        elif num_run == 0 and (
+            self._num_forwards > 1
+            or item.stage != self._last
+            or (item.stage, label) in self._recomputed
+        ):
             options = self._options
             with torch.set_grad_enabled(self._learns):
                 recording = self._parts.model.record(

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from strategies.models.replay.replay_model import ReplayModel
+from strategies.models.snapshot import restoring
 
 
 @dataclass
@@ -66,13 +67,19 @@ def run_pipeline(
     num_stages: int,
     batches: list[Any],
     seed: int | None = None,
+    *,
+    records: bool = True,
 ) -> Result:
-    """All forwards first, microbatches interleaved by stage, then all backwards."""
+    """All forwards first, microbatches interleaved by stage, then all backwards.
+
+    Without ``records`` each forward runs the user's step.
+    """
     result = Result({})
     saved: dict[tuple[int, int], tuple[Any, Any]] = {}
     # By (target, source, microbatch): what one stage gave to another, and its tensors' gradients.
     mail: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
     logs: dict[int, list[tuple[str, float]]] = {m: [] for m in range(len(batches))}
+    recordings: dict[tuple[int, int], Any] = {}
     for stage, m in itertools.product(range(num_stages), range(len(batches))):
         leaves = tuple(
             t.detach()
@@ -81,14 +88,17 @@ def run_pipeline(
             for source in range(stage)
             for t in mail.get((stage, source, m), ())
         )
-        output = owners[stage % len(owners)].forward(
+        owner = owners[stage % len(owners)]
+        options = {"batch": batches[m], "batch_idx": m, "microbatch": m, "mode": "train"}
+        if (id(owner), m) not in recordings:
+            with restoring(owner.module, owner.layers()):
+                recordings[id(owner), m] = owner.record(**options)
+        output = owner.forward(
             stage,
             leaves,
-            batch=batches[m],
-            batch_idx=m,
-            microbatch=m,
-            mode="train",
             seed=None if seed is None else seed + m,
+            recording=recordings[id(owner), m] if records else None,
+            **options,
         )
         saved[stage, m] = (leaves, output)
         groups = output.groups

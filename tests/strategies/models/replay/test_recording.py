@@ -334,3 +334,17 @@ def test_a_forward_hook_gathers_the_values_that_the_step_uses():
             return loss + sum(value.mean() for value in self.gathered)
 
     check(Gathers)
+
+
+def test_draws_on_both_sides_of_a_cut_between_layers_are_those_without_it():
+    class Drops(Net):
+        def between(self, x, batch, index):
+            narrow = F.dropout(x, 0.2)[:, :4]  # Fewest bytes: here it is cut.
+            return torch.cat([F.dropout(narrow, 0.2)] * (DIM // 4), 1)
+
+    results = []
+    for count in (1, 3):
+        module = Drops()
+        model = stages(module, count)
+        results.append(run_pipeline([model], [module], count, batches(), seed=7))
+    assert_same(results[1], results[0])
