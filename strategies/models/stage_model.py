@@ -432,6 +432,10 @@ class StageModel(ABC):
         """
         return None
 
+    def may_log(self, mode: Mode) -> bool:
+        """Whether a batch may log what those before have not, on the way that they have gone."""
+        return False
+
     def changes_batch(self, mode: Mode) -> bool:
         """Whether a step that has been looked at writes into its batch."""
         return False

@@ -131,8 +131,10 @@ class Entry:
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        """What it is (a layer's index, an operation's name), its values, and those it is given."""
+        """What it is (a layer's index, a name), its values, and those it is given."""
         name: int | str = operation_name(self.call) if self.unit is None else self.unit
+        if self.log is not None:
+            name = self.log.name
         return name, self.numbers, self.uses, self.modes.grad
 
     @property
@@ -238,7 +240,7 @@ class Tape:
             if version == before:
                 return alias
             self.rewritten = True
-        alias = leaf.detach()
+        alias = leaf if leaf.requires_grad else leaf.detach()
         if self._copies:
             alias = alias.clone()
         self._constants[id(leaf)] = (leaf, alias, version)

@@ -35,7 +35,7 @@ _HOOKS = frozenset({"register_hook", "retain_grad"})
 
 
 class Recorder(StageRun):
-    """Records one microbatch; arguments as for ``StageRun``.
+    """Records one microbatch, ``until`` a position or its last layer; the rest as for ``StageRun``.
 
     A ``free`` one goes wherever the step goes, up to its return or to a look at a layer's value.
 
@@ -43,7 +43,6 @@ class Recorder(StageRun):
         others: Names of what a free run does to values without a layer's part.
         returns: Numbers of the values that it returns.
         returned: Whether it came to its return.
-        failed: What the step raised.
     """
 
     def __init__(
@@ -52,12 +51,12 @@ class Recorder(StageRun):
         path: Path,
         *,
         device: torch.device,
+        until: Position | None = None,
         free: bool = False,
         copies: bool = False,
         **others: Any,
     ) -> None:
-        nowhere = Cut((-1, 0), ())
-        end = Cut((len(path.calls), 0), ())
+        nowhere, end = Cut((-1, 0), ()), Cut(until or (len(path.calls), 0), ())
         super().__init__(
             units, path, entry=nowhere, leave=end, inputs=(), seed=None, device=device,
             selective={}, **others,
@@ -70,7 +69,6 @@ class Recorder(StageRun):
         self.others: set[str] = set()
         self.returns: tuple[int, ...] = ()
         self.returned = False
-        self.failed: Exception | None = None
 
     @property
     def entries(self) -> list[Entry]:
@@ -109,8 +107,10 @@ class Recorder(StageRun):
     def on_unit(self, index: int, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         call = self._position[0]
         if not self._free:
-            self._check_call(call, index)
+            if call == len(self._path.calls):
+                self._check_call(call, index)
             self._exit_if_due()
+            self._check_call(call, index)
         entry = self._tape.begin(index, forward, args, kwargs, STEP_FRAME)
         known = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result, produced = self.skip(index, forward, args, kwargs, call)
@@ -131,7 +131,8 @@ class Recorder(StageRun):
             return answer
         if self._free and func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
             raise StageDone
-        self._exit_if_due()
+        if not known:
+            self._exit_if_due()
         entry = self._tape.begin(None, func, args, kwargs, STEP_FRAME)
         if known:
             self._tape.end(entry, self._position, [], set())

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -71,12 +72,7 @@ def gated(
 ) -> AbstractContextManager[None]:
     changes: list[tuple[dict[str, Any], str, Any]] = []
     for index, unit in enumerate(units):
-        call = unit.__dict__.get("_compiled_call_impl")
-        if call is None:  # Else its code is compiled as it is, and must not be changed.
-            forward = _gate(index, unit.forward)
-            changes.append((unit.__dict__, "forward", forward))
-            call = _call_of(unit, forward)
-        changes.append((unit.__dict__, "_compiled_call_impl", _gate(index, call)))
+        changes += _gates_of(unit, index)
     changes += [(module.__dict__, "log", log), (module.__dict__, "log_dict", log_dict)]
     trainer = getattr(module, "_trainer", None)
     loggers = getattr(trainer, "_loggers", None)
@@ -199,12 +195,17 @@ def call_step(
     the step is not told.
     """
     step = getattr(module, STEP_NAMES[mode])
-    if "dataloader_iter" in inspect.signature(step).parameters:
+    function = getattr(step, "__func__", step)
+    if function not in _ARGUMENTS:
+        takes_loader = "dataloader_iter" in inspect.signature(step).parameters
+        _ARGUMENTS[function] = takes_loader, takes_batch_idx(step)
+    takes_loader, takes_index = _ARGUMENTS[function]
+    if takes_loader:
         raise ModelError(
             f"{STEP_NAMES[mode]} takes dataloader_iter; stages must all see the same microbatch. "
             "Take batch and batch_idx instead."
         )
-    arguments = [batch, batch_idx] if takes_batch_idx(step) else [batch]
+    arguments = [batch, batch_idx] if takes_index else [batch]
     if dataloader_idx is not None and mode != "train":
         arguments.append(dataloader_idx)
     with _STEPS.versions_counted():
@@ -212,6 +213,8 @@ def call_step(
 
 
 STEP_FRAME = call_step.__code__
+# Of a step: whether it takes a loader, and whether the batch's number.
+_ARGUMENTS: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
 
 
 class _StepThreads:
@@ -284,6 +287,17 @@ def _apply(function: type, *args: Any, **kwargs: Any) -> Any:
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
     """Lightning's rule: the name ``batch_idx``, any second argument, or ``*args``."""
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def _gates_of(unit: nn.Module, index: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """A layer's call, with its hooks, and ``forward`` for steps that call that by itself."""
+    own = unit.__dict__
+    call = own.get("_compiled_call_impl")
+    if call is None:  # Else its code is compiled as it is, and must not be changed.
+        gate = _gate(index, unit.forward)
+        yield own, "forward", gate
+        call = _call_of(unit, gate)
+    yield own, "_compiled_call_impl", _gate(index, call)
 
 
 def _call_of(unit: nn.Module, gate: Any) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from strategies.errors import PipelineError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture, apart
 from strategies.models.nested import cloned, join_parts, rebuild, structure, tensors
@@ -130,7 +129,9 @@ class ReplayModel(CutModule):
         path = self._path(which, batch, batch_idx, dataloader_idx)
         if path.clones_batch:
             batch = cloned(batch)
-        run = self._recorder(which, path, batch, self._run_draws(microbatch))
+        ends = [self._layouts[which].cuts[stage][1] for stage in self._owned]
+        until = max(end.position for end in ends if end) if all(ends) else None
+        run = self._recorder(which, path, batch, self._run_draws(microbatch), until=until)
         self._record(run, which, batch, (batch_idx, dataloader_idx))
         return run.recording()
 
@@ -155,12 +156,7 @@ class ReplayModel(CutModule):
                 batch = cloned(batch)
             run = self._recorder(which, path, batch, draws, free=True, copies=copies, cache=cache)
             with apart(self._module, run.metric):
-                try:
-                    self._record(run, which, batch, where)
-                except PipelineError:
-                    raise
-                except Exception as error:
-                    run.failed = error
+                self._record(run, which, batch, where)
         return run
 
     def _recorder(

@@ -41,15 +41,14 @@ class _Way(NamedTuple):
 
     marks: tuple[tuple[Any, ...], ...]  # layers, and operations up to the last one
     others: frozenset[str]  # what else is done
-    behind: Hashable  # the last layer; what is logged before it; and what is returned
+    behind: Hashable  # the last layer; what is logged; and what is returned
 
     @classmethod
     def of(cls, run: Recorder) -> _Way:
         entries = [entry for entry in run.entries if entry.numbers or entry.unit is not None]
         marks = [entry.mark for entry in entries]
         last = max((n + 1 for n, mark in enumerate(marks) if isinstance(mark[0], int)), default=0)
-        num_calls = sum(entry.unit is not None for entry in entries)
-        logs = [e.mark for e in run.entries if e.log is not None and e.position[0] < num_calls]
+        logs = [entry.mark for entry in run.entries if entry.log is not None]
         others = frozenset({*run.others, *(str(name) for name, *_ in marks[last:])})
         return cls(tuple(marks[:last]), others, (tuple(marks[last:]), tuple(logs), run.returns))
 
@@ -90,6 +89,7 @@ class FollowedSteps(StageModel):
         # The probe's is None until a batch goes it.
         self._ways: dict[Step, list[_Way | None]] = {}
         self._refused: dict[Step, ModelError] = {}  # steps of evaluation that cannot be cut
+        self._looks = False  # whether a look at a layer's value has ended the last recording
         self._frozen_anew: set[Step] = set()  # whose gradients are no longer those of the probe
 
     def follow(self, which: Step, batch: Any, batch_idx: int, dataloader_idx: int | None) -> None:
@@ -158,7 +158,7 @@ class FollowedSteps(StageModel):
             change()
             seed_all(1)
             second = self.record_freely(step, batch, where, copies=True)
-        except ModelError:
+        except Exception:
             return True  # Nobody knows that it does not.
         return not begins or first.differs(second, up_to=max(begins))
 
@@ -182,6 +182,7 @@ class FollowedSteps(StageModel):
             generator.set_state(state)
         if frozen_anew:
             self._frozen_anew.add(which)
+        self._looks = not run.returned
         return Followed(self._way_of(which, run), run.recording(), drew)
 
     def _way_of(self, which: Step, run: Recorder) -> int | None:
@@ -191,14 +192,6 @@ class FollowedSteps(StageModel):
             known[0] = now
         if now in known:
             return known.index(now)
-        if not run.returned:  # It looks at a layer's value, and what follows is not known.
-            began = [
-                number
-                for number, way in enumerate(known)
-                if way is not None and way.trail[: len(now.trail)] == now.trail != way.trail
-            ]
-            if began or run.failed is not None:
-                return began[0] if began else 0
         if not now.trail:
             return None
         ways = [(number, way) for number, way in enumerate(known) if way is not None]
@@ -210,6 +203,9 @@ class FollowedSteps(StageModel):
             return same[0]
         known.append(now)
         return len(known) - 1
+
+    def may_log(self, mode: Mode) -> bool:
+        return mode != "train" or self._looks
 
     def changes_batch(self, mode: Mode) -> bool:
         return any(path.clones_batch for step, path in self._paths.items() if step[0] == mode)

@@ -8,7 +8,7 @@ else runs as in a full backward, once, and frees its saved tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from strategies.models.split_backward.pending import Deferred, Meanwhile, Pendin
 from strategies.models.split_backward.recipe import Recipe, Unit, recipe_of
 from strategies.models.split_backward.rule import Access, access_of, is_plain, packs
 from strategies.models.split_backward.rules import agrees
+
+if TYPE_CHECKING:
+    from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 
 
 def input_backward(
@@ -66,6 +69,19 @@ def input_backward(
         else:
             torch.autograd.backward(roots, incoming)
     return PendingWeights(reached)
+
+
+def backward_under_sums(
+    ranks: TensorRanks, outputs: list[Tensor], incoming: list[Tensor], inputs: list[Tensor]
+) -> None:
+    """A whole backward whose weight gradients run while input gradients are added up over ranks."""
+    meanwhile = ranks.meanwhile = Meanwhile()
+    try:
+        rest = input_backward(outputs, incoming, inputs, meanwhile=meanwhile)
+    finally:
+        ranks.meanwhile = None
+    meanwhile.run()
+    rest.run()
 
 
 def _plan(graph: Graph) -> tuple[Recipe, list[Deferred]]:

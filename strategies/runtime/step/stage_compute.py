@@ -20,10 +20,9 @@ from strategies.models.collectives import default_group
 from strategies.models.expert_parallel import TwoThreads
 from strategies.models.logs import LogEntry
 from strategies.models.nested import structure
-from strategies.models.split_backward.input_step import input_backward
-from strategies.models.split_backward.pending import Meanwhile, PendingWeights
+from strategies.models.split_backward.input_step import backward_under_sums, input_backward
+from strategies.models.split_backward.pending import PendingWeights
 from strategies.models.stage_model import Mode, StageOutput
-from strategies.models.tensor_parallel.tensor_ranks import TensorRanks
 from strategies.runtime.messages.mailbox import Values
 from strategies.runtime.step.boundary_values import BoundaryValues
 from strategies.runtime.step.microbatch import Microbatch
@@ -300,25 +299,22 @@ class StageCompute:
     def _record(self, item: Instruction, data: Any) -> Any:
         """The recording of a microbatch's step, which this rank's first forward of it makes.
 
-        None where nothing would execute it: the last stage, if it is the rank's only one and runs
-        once, runs the step itself.
+        None for a last stage that is the rank's only one and runs once: it runs the step itself.
         """
         label = item.microbatch
         assert label is not None
+        first = next(iter(self._microbatches))
         recording, num_run = self._recordings.pop(label, (None, 0))
-        if num_run == 0 and self._first is not None and label == next(iter(self._microbatches)):
+        several = self._num_forwards > 1 or (item.stage, label) in self._recomputed
+        if num_run == 0 and self._first is not None and label == first:
             recording, self._first = self._first, None
-        elif num_run == 0 and (
-            self._num_forwards > 1
-            or item.stage != self._last
-            or (item.stage, label) in self._recomputed
-        ):
+        elif num_run == 0 and (several or item.stage != self._last):
             options = self._options
             with torch.set_grad_enabled(self._learns):
                 recording = self._parts.model.record(
                     batch=data,
                     batch_idx=options.batch_idx,
-                    microbatch=label - next(iter(self._microbatches)),
+                    microbatch=label - first,
                     mode=options.mode,
                     dataloader_idx=options.dataloader_idx,
                 )
@@ -473,16 +469,3 @@ def run_backward(
         tuple(outputs), tuple(incoming), retain_graph, False, (),
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
-
-
-def backward_under_sums(
-    ranks: TensorRanks, outputs: list[Tensor], incoming: list[Tensor], inputs: list[Tensor]
-) -> None:
-    """A whole backward whose weight gradients run while input gradients are added up over ranks."""
-    meanwhile = ranks.meanwhile = Meanwhile()
-    try:
-        rest = input_backward(outputs, incoming, inputs, meanwhile=meanwhile)
-    finally:
-        ranks.meanwhile = None
-    meanwhile.run()
-    rest.run()

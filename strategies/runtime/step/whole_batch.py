@@ -98,6 +98,7 @@ class WholeBatch:
         self._linear: dict[Mode, bool] = {}  # whether means over microbatches say all
         # For which loaders or ways, and names that are logged.
         self._tried: set[tuple[Mode, int, frozenset[str]]] = set()
+        self._gone: set[tuple[Mode, int]] = set()  # loaders and ways of batches before
         self._has_metrics = False
         self._microbatches: Sequence[Microbatch] = ()
 
@@ -136,7 +137,8 @@ class WholeBatch:
         self._output = None
         mode: Mode = options.mode
         # Another batch may log what the first one has not.
-        self._tries = self._linear.get(mode, True)
+        new = mode not in self._linear or (mode, options.dataloader_idx or 0) not in self._gone
+        self._tries = self._linear.get(mode, True) and (new or self._model.may_log(mode))
 
     def around(self, stage: int) -> AbstractContextManager[None]:
         """Around a forward."""
@@ -223,6 +225,7 @@ class WholeBatch:
         if mode == "train" and self._compares and ends and way not in self._compared:
             self._compared.add(way)
             self.unlike = self._compare(batch, microbatches, options, ends, loss) or self.unlike
+        self._gone.add((mode, options.dataloader_idx or 0))
         tries = self._tries and not self._needed and len(ends) == len(microbatches)
         logged = mode, options.dataloader_idx or 0, frozenset(entry.call.name for entry in plain)
         tries = tries and logged not in self._tried

@@ -348,3 +348,34 @@ def test_draws_on_both_sides_of_a_cut_between_layers_are_those_without_it():
         model = stages(module, count)
         results.append(run_pipeline([model], [module], count, batches(), seed=7))
     assert_same(results[1], results[0])
+
+
+def test_a_tensor_with_a_gradient_that_is_no_parameter_gets_it():
+    class Tempered(Net):
+        def __init__(self):
+            super().__init__()
+            self.temper = torch.ones(DIM, dtype=torch.float64, requires_grad=True)
+
+        def between(self, x, batch, index):
+            return x * self.temper if index == 0 else x
+
+    expected, module = Tempered(), Tempered()
+    uncut(expected, batches())
+    run_pipeline([stages(module)], [module], 3, batches())
+    torch.testing.assert_close(module.temper.grad, expected.temper.grad)
+
+
+def test_an_error_of_the_step_is_its_own():
+    class Fails(Net):
+        fails = False
+
+        def between(self, x, batch, index):
+            if self.fails and index == 2:
+                raise ValueError("no such block")
+            return x
+
+    module = Fails()
+    model = stages(module)
+    module.fails = True
+    with pytest.raises(ValueError, match="no such block"):
+        model.first_recording(batches()[0], 0)

@@ -7,11 +7,10 @@ from torch.nn import functional
 
 from strategies.models.selective.region import SelectiveLayer
 from strategies.models.split_backward.autograd_graph import walk
-from strategies.models.split_backward.input_step import input_backward
+from strategies.models.split_backward.input_step import backward_under_sums, input_backward
 from strategies.models.tensor_parallel.layer_plan import declared_plan
 from strategies.models.tensor_parallel.sharding import Sharding
 from strategies.runtime.step.activation_bytes import saved_tensors
-from strategies.runtime.step.stage_compute import backward_under_sums
 from tests.strategies.models.tensor_parallel.fake_ranks import FakeRanks
 
 
