@@ -238,6 +238,11 @@ MEASURES: Mapping[str, tuple[str, Callable[..., None], Mapping[str, object]]] = 
         {"writes": 200_000, "rounds": 15},
     ),
     "recorder": ("recording every instruction", _training("recorder"), {"steps": 200}),
+    "recording": (
+        "recording a step of a LightningModule, and executing it",
+        _training("recording"),
+        {"layers": 16, "repetitions": 200},
+    ),
     "recompute": ("recomputing a stage: time and bytes", _training("recompute"), {}),
 }
 

@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -17,6 +19,7 @@ from benchmarks.peers_model import Block, optimizer
 from benchmarks.runtime import Ours
 from benchmarks.table import Table
 from launcher.workloads.language_model import LanguageModel
+from strategies.models.replay.replay_model import ReplayModel
 from strategies.models.selective.policy import Selection
 from strategies.models.stage_model import StageOutput
 from strategies.models.unit_model import UnitModel
@@ -25,6 +28,49 @@ from strategies.runtime.step.activation_bytes import ActivationBytes
 from strategies.runtime.step.recompute import Recomputation
 from strategies.runtime.step.recorder import Recorder
 from tests.launcher.workloads.presets import preset
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+class _Residual(LightningModule):
+    """Layers with two operations between each."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = batch + layer(batch).relu()
+        return batch.mean()
+
+
+def recording(*, layers: int, repetitions: int) -> None:
+    """CPU time of the step, of its recording after the first, and of executing its first stage."""
+    torch.set_num_threads(1)
+    module, batch = _Residual(layers), torch.randn(4, 32)
+    model = ReplayModel.probe(module, batch)
+    units = len(model.units)
+    model.cut([range(units - 1), range(units - 1, units)], range(2))
+    options: dict[str, Any] = {
+        "batch": batch, "batch_idx": 0, "microbatch": 0, "mode": "train",
+    }  # fmt: skip
+    recorded = model.record(**options)
+    table = Table("part", "ms", "us per entry", numbers=True)
+    for name, call in {
+        "step": lambda: module.training_step(batch, 0),
+        "record": lambda: model.record(**options),
+        "execute": lambda: model.forward(0, (), seed=None, recording=recorded, **options),
+    }.items():
+        took = []
+        for _ in range(repetitions):
+            begun = time.process_time()
+            call()
+            took.append(1e3 * (time.process_time() - begun))
+        middle = statistics.median(took)
+        table.add(name, f"{middle:.2f}", f"{1e3 * middle / len(recorded.entries):.1f}")
+    sys.stdout.write(f"{table}\n{len(recorded.entries)} entries\n")
+
 
 # -- recorder --------------------------------------------------------------------------------------
 

@@ -43,6 +43,10 @@ ALONE = {
         r"mario, chimera pp=8 m=8: \d+ ms.*\n(.*\n)*optimal, zb_v pp=4 m=16, 4 activations: \d+",
     ),
     "micro recorder": ("--steps 7", r"\d+ instructions per step: recorded .* ratio \d"),
+    "micro recording": (
+        "--layers 3 --repetitions 2",
+        r"step .*\n.* record .*\n.* execute .*\n\d+ entries",
+    ),
     "micro messages": (
         "--schedules 1f1b zb_v --latencies 0.05",
         r"(1f1b .*%\n){3}(zb_v .*%\n){3}mean at p2p=0.05F: \S+% by producer, \S+% as chosen",

@@ -43,6 +43,7 @@ class Recorder(StageRun):
         others: Names of what a free run does to values without a layer's part.
         returns: Numbers of the values that it returns.
         returned: Whether it came to its return.
+        failed: Whether it ended by an error of its own.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Recorder(StageRun):
         self._apart = False
         self.others: set[str] = set()
         self.returns: tuple[int, ...] = ()
-        self.returned = False
+        self.returned = self.failed = False
 
     @property
     def entries(self) -> list[Entry]:
@@ -143,8 +144,8 @@ class Recorder(StageRun):
                 raise StageDone  # The step looks at a value of a layer.
             what = f"{name} needs data of another stage"
             raise self._other_path(what, "another line")
-        given = list(leaves((args, kwargs)))
         changed = [index for index, _ in outcome.mutated]
+        given = list(leaves((args, kwargs))) if changed else []
         if any(not isinstance(given[index], Hole) for index in changed):
             self._write_fresh(entry, changed)
         result = self.instantiate(outcome, None, args, kwargs)

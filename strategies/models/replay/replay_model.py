@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from strategies.errors import PipelineError
 from strategies.models.collectives import shapes_only
 from strategies.models.logs import LogCapture, apart
 from strategies.models.nested import cloned, join_parts, rebuild, structure, tensors
@@ -156,7 +157,12 @@ class ReplayModel(CutModule):
                 batch = cloned(batch)
             run = self._recorder(which, path, batch, draws, free=True, copies=copies, cache=cache)
             with apart(self._module, run.metric):
-                self._record(run, which, batch, where)
+                try:
+                    self._record(run, which, batch, where)
+                except PipelineError:
+                    raise
+                except Exception:
+                    run.failed = True
         return run
 
     def _recorder(

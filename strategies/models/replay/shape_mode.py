@@ -254,8 +254,10 @@ class ShapeMode(TorchFunctionMode):
         self, outcome: Outcome, metas: list[Tensor] | None, args: Args, kwargs: Kwargs
     ) -> Any:
         """Makes the holes of an outcome, turns real arguments written to into holes as well."""
-        given = list(leaves((args, kwargs)))
         new = self.new_holes(outcome, metas)
+        if type(outcome.template) is New and not outcome.mutated:
+            return new[outcome.template.index]
+        given = list(leaves((args, kwargs)))
         for index, spec in outcome.mutated:
             self._turn_into_hole(given[index], spec)
         return fill_template(outcome.template, new, given)

@@ -52,6 +52,9 @@ class _Way(NamedTuple):
         others = frozenset({*run.others, *(str(name) for name, *_ in marks[last:])})
         return cls(tuple(marks[:last]), others, (tuple(marks[last:]), tuple(logs), run.returns))
 
+    def begins_with(self, other: _Way) -> bool:
+        return self.trail[: len(other.trail)] == other.trail
+
     @property
     def trail(self) -> tuple[Any, ...]:
         return tuple(mark[0] for mark in self.marks)
@@ -62,12 +65,12 @@ class Followed(NamedTuple):
 
     Attributes:
         way: Which way through the step it goes, by number; None if it comes to no layer.
-        recording: For the stages.
+        recording: For the stages; None if the step ended by an error of its own.
         drew: Whether the step has drawn numbers, and whether by Python or numpy.
     """
 
     way: int | None
-    recording: Recording
+    recording: Recording | None
     drew: tuple[bool, bool]
 
 
@@ -158,9 +161,10 @@ class FollowedSteps(StageModel):
             change()
             seed_all(1)
             second = self.record_freely(step, batch, where, copies=True)
-        except Exception:
+        except ModelError:
             return True  # Nobody knows that it does not.
-        return not begins or first.differs(second, up_to=max(begins))
+        failed = first.failed or second.failed
+        return failed or not begins or first.differs(second, up_to=max(begins))
 
     def first_recording(self, batch: Any, batch_idx: int) -> Followed:
         """Records the first microbatch of a training batch, and finds which way the step goes.
@@ -183,7 +187,7 @@ class FollowedSteps(StageModel):
         if frozen_anew:
             self._frozen_anew.add(which)
         self._looks = not run.returned
-        return Followed(self._way_of(which, run), run.recording(), drew)
+        return Followed(self._way_of(which, run), None if run.failed else run.recording(), drew)
 
     def _way_of(self, which: Step, run: Recorder) -> int | None:
         now = _Way.of(run)
@@ -192,6 +196,8 @@ class FollowedSteps(StageModel):
             known[0] = now
         if now in known:
             return known.index(now)
+        if run.failed:  # It may need more rows than these behind its last layer, or ends for good.
+            return next((n for n, way in enumerate(known) if way and way.begins_with(now)), 0)
         if not now.trail:
             return None
         ways = [(number, way) for number, way in enumerate(known) if way is not None]

@@ -377,5 +377,7 @@ def test_an_error_of_the_step_is_its_own():
     module = Fails()
     model = stages(module)
     module.fails = True
+    found = model.first_recording(batches()[0], 0)
+    assert found.way == 0 and found.recording is None
     with pytest.raises(ValueError, match="no such block"):
-        model.first_recording(batches()[0], 0)
+        record(model)
