@@ -57,11 +57,12 @@ def recording(*, layers: int, repetitions: int) -> None:
     }  # fmt: skip
     recorded = model.record(**options)
     table = Table("part", "ms", "us per entry", numbers=True)
-    for name, call in {
+    calls: dict[str, Callable[[], object]] = {
         "step": lambda: module.training_step(batch, 0),
         "record": lambda: model.record(**options),
         "execute": lambda: model.forward(0, (), seed=None, recording=recorded, **options),
-    }.items():
+    }
+    for name, call in calls.items():
         took = []
         for _ in range(repetitions):
             begun = time.process_time()

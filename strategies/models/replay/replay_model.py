@@ -21,12 +21,7 @@ from strategies.models.recording.execution import Execution
 from strategies.models.recording.recording import Recording
 from strategies.models.recording.step_recorder import RecordedLogs, Recorder
 from strategies.models.replay.cut_module import CutModule
-from strategies.models.replay.gate import (
-    StageDone,
-    as_written,
-    call_step,
-    gated,
-)
+from strategies.models.replay.gate import StageDone, as_written, call_step, gated
 from strategies.models.replay.hole import Hole
 from strategies.models.replay.inference import Outcome
 from strategies.models.replay.path import Cut, Path
@@ -37,14 +32,7 @@ from strategies.models.replay.rows.row_scout import RowScout, mixed_rows
 from strategies.models.replay.stage_run import StageRun, dense, final_output
 from strategies.models.replay.step_paths import Where
 from strategies.models.snapshot import restoring
-from strategies.models.stage_model import (
-    STEP_NAMES,
-    LogCall,
-    Mode,
-    RowsMixed,
-    StageOutput,
-    Step,
-)
+from strategies.models.stage_model import STEP_NAMES, LogCall, Mode, RowsMixed, StageOutput, Step
 from strategies.models.state import Generators, kept_generators
 
 

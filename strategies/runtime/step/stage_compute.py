@@ -305,18 +305,18 @@ class StageCompute:
         assert label is not None
         first = next(iter(self._microbatches))
         recording, num_run = self._recordings.pop(label, (None, 0))
-        several = self._num_forwards > 1 or (item.stage, label) in self._recomputed
+        again = (item.stage, label) in self._recomputed
+        records = self._num_forwards > 1 or item.stage != self._last or again or self._one_loss
         if num_run == 0 and self._first is not None and label == first:
             recording, self._first = self._first, None
-        elif num_run == 0 and (several or item.stage != self._last):
-            options = self._options
+        elif num_run == 0 and records:
             with torch.set_grad_enabled(self._learns):
                 recording = self._parts.model.record(
                     batch=data,
-                    batch_idx=options.batch_idx,
+                    batch_idx=self._options.batch_idx,
                     microbatch=label - first,
-                    mode=options.mode,
-                    dataloader_idx=options.dataloader_idx,
+                    mode=self._options.mode,
+                    dataloader_idx=self._options.dataloader_idx,
                 )
             if recording is not None:
                 self._parts.whole.state.restore()
