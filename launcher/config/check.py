@@ -381,19 +381,9 @@ EXPLAINED = (
     "tp", "pp", "dp", "num_microbatches", "microbatch_size", "schedule", "stages_per_rank",
     "group", "overlap", "recompute", "ep",
 )  # fmt: skip
-# And those as plans print them.
+# And as plans print it.
 _PRINTED = ("data.microbatch_size", "schedule.stages_per_rank", "schedule.group")
-
-
-def explained_name(key: str) -> str:
-    """Without its group.
-
-    >>> explained_name("data.microbatch_size"), explained_name("model.tp")
-    ('microbatch_size', 'model.tp')
-    """
-    return key.rpartition(".")[2] if key in _PRINTED else key
-
-
+PRINTED = {key: key.partition(".")[2] for key in _PRINTED}
 _AUTO_MODES = ("train", "simulate", "validate")
 
 
@@ -439,7 +429,7 @@ def _check_planner(config: LaunchConfig) -> None:
         )
     for word in planner.explain:
         name, _, value = word.replace(":", "=", 1).partition("=")
-        if explained_name(name) not in EXPLAINED or not value:
+        if PRINTED.get(name, name) not in EXPLAINED or not value:
             raise PlanError(
                 f"planner.explain={shorten(list(planner.explain))}: {shorten(word)} fixes nothing "
                 f"that is planned. Names: {', '.join(EXPLAINED)}. Try planner.explain=[tp=4,pp=8]."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from launcher.config import LaunchConfig, PlannerConfig
-from launcher.config.check import explained_name
+from launcher.config.check import PRINTED
 from launcher.config.key import shorten, spell
 from launcher.planning.no_plan import describe
 from launcher.planning.question import Question, calibration_error, is_calibrated
@@ -289,7 +289,7 @@ _NUMBERS = {
 def pinned_space(space: Space, entries: Sequence[str]) -> Space:
     for entry in entries:
         name, _, value = entry.replace(":", "=", 1).partition("=")
-        name = explained_name(name)
+        name = PRINTED.get(name, name)
         if name in _NUMBERS:
             if not value.isdigit() or int(value) < 1:
                 raise PlanError(
@@ -379,7 +379,6 @@ def candidate_words(candidate: Candidate, asked: Question) -> list[str]:
 
 
 def _sets_memory(candidate: Candidate, config: LaunchConfig) -> bool:
-    """Whether a run has to know what memory the plan was for: to fill it, or because it is more."""
     recompute = candidate.recompute
     fills = recompute.policy == "optimal" and recompute.max_full_activations is None
     return fills or (config.planner.memory_gb or 0.0) > config.hardware.memory_gb
@@ -403,13 +402,11 @@ def candidate_config(
     """The configuration that ``candidate_words`` makes of this one."""
     layout, order = candidate.layout, candidate.order
     virtual = find_schedule(order.schedule).virtual_stages
-    memory_gb = config.hardware.memory_gb
-    if _sets_memory(candidate, config):
-        memory_gb = config.planner.memory_gb or memory_gb
+    memory_gb = config.planner.memory_gb if _sets_memory(candidate, config) else None
     return replace(
         config,
         plan="manual",
-        hardware=replace(config.hardware, memory_gb=memory_gb),
+        hardware=replace(config.hardware, memory_gb=memory_gb or config.hardware.memory_gb),
         planner=PlannerConfig(),
         pp=layout.pp,
         tp=layout.tp,
