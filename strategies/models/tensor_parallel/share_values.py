@@ -280,7 +280,9 @@ class _BetweenLayers(TorchFunctionMode):
         try:
             known = rebuild((args, kwargs), self._known)
             return func(*known[0], **known[1])
-        except Exception:  # It has no rule for that, or the layout does not come out even.
+        except (RuntimeError, LookupError, ValueError, AssertionError, TypeError, AttributeError):
+            # It has no rule for that, or the layout does not come out even. Not every exception:
+            # torch's recomputation ends with one of its own.
             return self._by_whole(func, args, kwargs)
 
     def _with_wholes(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
