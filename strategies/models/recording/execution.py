@@ -41,7 +41,6 @@ class Execution:
     path: Path
     seed: int | None
     step: str
-    device: str
     selective: Mapping[int, SelectiveLayer]
     copies: bool = False
     whole: Callable[[Any], Any] = lambda value: value
@@ -89,7 +88,7 @@ class Execution:
         entries = part_of(recording, begin, end)
         if self.seed is not None:
             reseed(self.seed, *self._last_draw(begin))
-        self._modes = Modes.now(self.device)
+        self._modes = Modes.now()
         last: dict[int, int] = {}
         for index, entry in enumerate(entries):
             last.update(dict.fromkeys(entry.uses, index))
@@ -123,7 +122,7 @@ class Execution:
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
             inside = dict(zip(given, values, strict=True))
-            before, self._modes = self._modes, Modes.now(self.device)
+            before, self._modes = self._modes, Modes.now()
             self._met.clear()
             self._lists.clear()
             try:
@@ -234,7 +233,7 @@ class Execution:
             return
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(modes.grad))
-            for (kind, enabled, dtype), before in zip(modes.autocast, now.autocast, strict=True):
+            for (kind, enabled, dtype), before in zip(modes.autocast, now.autocast, strict=False):
                 if (kind, enabled, dtype) != before:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if modes.attention != now.attention:

@@ -26,6 +26,7 @@ from strategies.models.replay.hole import (
     operation_name,
 )
 from strategies.models.replay.path import Key, Position
+from strategies.models.state import cuda_is_used
 
 
 class Ref:
@@ -55,13 +56,13 @@ class Modes(NamedTuple):
     attention: tuple[bool, ...]
 
     @classmethod
-    def now(cls, device: str) -> Modes:
+    def now(cls) -> Modes:
         autocast: tuple[tuple[str, bool, torch.dtype], ...] = (
             ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         )
-        if device != "cpu":
-            now = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            autocast += ((device, *now),)
+        if cuda_is_used():
+            now = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+            autocast += (("cuda", *now),)
         attention = (
             _C._get_flash_sdp_enabled(),
             _C._get_mem_efficient_sdp_enabled(),
@@ -158,7 +159,6 @@ class Tape:
     """Writes entries while a step runs.
 
     Args:
-        device: Where the step computes.
         copies: Whether the step writes into tensors that it has given to a layer or an operation,
             so that each entry needs the value that it was given.
 
@@ -166,11 +166,10 @@ class Tape:
         rewritten: Whether the step has done so.
     """
 
-    def __init__(self, device: torch.device, *, copies: bool = False) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
         self.entries: list[Entry] = []
         self.numbers: dict[Key, int] = {}
         self.rewritten = False
-        self._device = device.type
         self._used: list[int] = []
         self._copies = copies
         # Tensors of the batch alone, by identity, with their versions; kept, so that no other
@@ -185,7 +184,7 @@ class Tape:
         self._used = []
         given, named = rebuild((args, kwargs), self.frozen)
         uses = tuple(self._used)
-        entry = Entry((0, 0), unit, call, given, named, Modes.now(self._device), uses)
+        entry = Entry((0, 0), unit, call, given, named, Modes.now(), uses)
         entry.region = self._region(stop)
         if unit is not None:
             objects = [leaf for leaf in leaves((args, kwargs)) if _may_change(leaf)]
@@ -220,7 +219,7 @@ class Tape:
     ) -> None:
         self._used = []
         log = LogEntry(name, rebuild(value, self.frozen), options, metric)
-        entry = Entry(position, None, _log, (), {}, Modes.now(self._device))
+        entry = Entry(position, None, _log, (), {}, Modes.now())
         entry.log, entry.uses = log, tuple(self._used)
         self.entries.append(entry)
 

@@ -65,7 +65,7 @@ class Recorder(StageRun):
         self._counts = True
         self._free = free
         self._copies = copies
-        self._tape = Tape(device, copies=copies or path.rewrites)
+        self._tape = Tape(copies=copies or path.rewrites)
         self._apart = False
         self.others: set[str] = set()
         self.returns: tuple[int, ...] = ()

@@ -140,7 +140,7 @@ class Probe(ShapeMode):
         self._norms: dict[int, int] = {}
         self._looks: dict[str, frozenset[int]] = {}  # per line, behind how many calls
         self.record.places.append([Place(0, 0, None)])
-        self.tape = Tape(device, copies=True)
+        self.tape = Tape(copies=True)
         # For each entry of the tape, where what it gives is stored: as meta tensors are.
         self.outputs: list[tuple[Hashable, ...]] = []
         self._stored: list[Any] = []  # or numbers of storages would be given away again

@@ -196,7 +196,6 @@ class ReplayModel(CutModule):
             self._paths[which],
             seed,
             STEP_NAMES[which[0]],
-            batch_device(inputs, self._module).type,
             self._selective,
             copies=self._careful.get((which, stage), True),
             whole=_as_it_is if shares is None else shares.whole_of,
