@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from strategies.models.split_backward.autograd_graph import Graph, walk
@@ -69,6 +70,24 @@ def input_backward(
         else:
             torch.autograd.backward(roots, incoming)
     return PendingWeights(reached)
+
+
+def run_backward(
+    outputs: Sequence[Tensor], incoming: Sequence[Tensor], *, retain_graph: bool = False
+) -> None:
+    """``torch.autograd.backward``, straight to its engine where it would only compare shapes.
+
+    Which the engine does again. On CPU, since it runs there in this thread, whose context
+    variables it then needs no copy of.
+    """
+    if any(type(tensor) is not Tensor or not tensor.is_cpu for tensor in outputs):
+        torch.autograd.backward(outputs, incoming, retain_graph=retain_graph)
+        return
+    engine: Any = Variable._execution_engine
+    engine.run_backward(
+        tuple(outputs), tuple(incoming), retain_graph, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 def backward_under_sums(

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from strategies.errors import DataError
 from strategies.ir.instruction import Instruction
 from strategies.ir.kinds import Kind
 from strategies.ir.program import Program
@@ -20,7 +18,11 @@ from strategies.models.collectives import default_group
 from strategies.models.expert_parallel import TwoThreads
 from strategies.models.logs import LogEntry
 from strategies.models.nested import structure
-from strategies.models.split_backward.input_step import backward_under_sums, input_backward
+from strategies.models.split_backward.input_step import (
+    backward_under_sums,
+    input_backward,
+    run_backward,
+)
 from strategies.models.split_backward.pending import PendingWeights
 from strategies.models.stage_model import Mode, StageOutput
 from strategies.runtime.messages.mailbox import Values
@@ -28,6 +30,7 @@ from strategies.runtime.step.boundary_values import BoundaryValues
 from strategies.runtime.step.microbatch import Microbatch
 from strategies.runtime.step.rank_parts import RankParts
 from strategies.runtime.step.recompute import KeptForward
+from strategies.runtime.update.token_weights import pass_no_gradients
 
 
 @dataclass
@@ -431,41 +434,9 @@ class StageCompute:
             if not graph.loss.requires_grad:
                 return graph, [], []
             if microbatch.weight == 0 and not bool(graph.loss.detach().isfinite().all()):
-                return self._without_targets(item, graph)
+                pass_no_gradients(graph.inputs, item, exchanges=bool(self._parts.model.experts))
+                return graph, [], []
             return graph, [graph.loss], [self._seed(graph.loss, microbatch.weight)]
         outputs = [tensor for tensor in graph.outputs if tensor.requires_grad]
         found = [pair for pair in zip(outputs, gradients, strict=True) if pair[1] is not None]
         return graph, [output for output, _ in found], [g for _, g in found if g is not None]
-
-    def _without_targets(
-        self, item: Instruction, graph: _Graph
-    ) -> tuple[_Graph, list[Tensor], list[Tensor]]:
-        """A mean over no target, whose gradients are no numbers times zero: there are none."""
-        if self._parts.model.experts:
-            raise DataError(
-                f"microbatch {item.microbatch} has no target, so its loss is not a number; but its "
-                "backward exchanges tokens of experts with other ranks.",
-                fix="Return a finite loss for it: loss.sum() / targets.clamp(min=1).",
-            )
-        for leaf in graph.inputs:
-            if leaf.requires_grad:
-                leaf.grad = torch.zeros_like(leaf)
-        return graph, [], []
-
-
-def run_backward(
-    outputs: Sequence[Tensor], incoming: Sequence[Tensor], *, retain_graph: bool = False
-) -> None:
-    """``torch.autograd.backward``, straight to its engine where it would only compare shapes.
-
-    Which the engine does again. On CPU, since it runs there in this thread, whose context
-    variables it then needs no copy of.
-    """
-    if any(type(tensor) is not Tensor or not tensor.is_cpu for tensor in outputs):
-        torch.autograd.backward(outputs, incoming, retain_graph=retain_graph)
-        return
-    engine: Any = Variable._execution_engine
-    engine.run_backward(
-        tuple(outputs), tuple(incoming), retain_graph, False, (),
-        allow_unreachable=True, accumulate_grad=True,
-    )  # fmt: skip

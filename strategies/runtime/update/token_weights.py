@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strategies.errors import DataError, ModelError
+from strategies.ir.instruction import Instruction
 from strategies.runtime.step.microbatch import Microbatch
 
 
@@ -118,3 +119,20 @@ class TokenWeights:
         if not self._seen:
             return math.nan
         return 1.0 if self._first is None else self._parts * self._first / self._seen
+
+
+def pass_no_gradients(inputs: Sequence[Tensor], item: Instruction, *, exchanges: bool) -> None:
+    """The backward of a mean over no target, whose gradients are not a number times zero: none.
+
+    Raises:
+        DataError: The backward ``exchanges`` tokens of experts, so it has to run.
+    """
+    if exchanges:
+        raise DataError(
+            f"microbatch {item.microbatch} has no target, so its loss is not a number; but its "
+            "backward exchanges tokens of experts with other ranks.",
+            fix="Return a finite loss for it: loss.sum() / targets.clamp(min=1).",
+        )
+    for leaf in inputs:
+        if leaf.requires_grad:
+            leaf.grad = torch.zeros_like(leaf)
