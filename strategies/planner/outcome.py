@@ -337,7 +337,7 @@ def needs_program(group: Group, order: Order) -> bool:
 # microbatches a few rounds tell it.
 
 _WAITING = 8  # Messages that have arrived early on the worst rank: more than was ever seen.
-_ROUNDS = 3
+_ROUNDS = 2
 """Rounds of microbatches after which no rank holds more than before."""
 
 Worst = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
