@@ -208,4 +208,4 @@ def test_a_few_of_this_tree_are_killed(capsys):
 
 
 # Few, and without torch.
-SHORT = "strategies/ir/kinds.py,strategies/ir/graph.py"
+SHORT = "strategies/ir/kinds.py,strategies/passes/recompute/mario.py"
