@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parents[1]
 _GPT = "model=gpt3_175b"
 _A100 = "hardware=a100_80g trainer.precision=bf16-true planner.num_gpus="
 _530B = f"{_GPT} model.layers=105 model.hidden=20480 model.heads=128 model.ffn=81920 {_A100}"
@@ -75,7 +77,7 @@ class Answered:
 
 
 def answer(name: str, words: Sequence[str]) -> Answered:
-    """Runs one command in a folder of its own."""
+    """Runs one command of this tree, whatever is installed, in a folder of its own."""
     before = _children_s()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -84,6 +86,7 @@ def answer(name: str, words: Sequence[str]) -> Answered:
             text=True,
             check=False,
             cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(_ROOT)},
         )
         cpu_s = _children_s() - before
         file = Path(folder, "out", "result.json")
