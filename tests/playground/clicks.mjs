@@ -98,7 +98,7 @@ const checks = {
     await preset("a deadlock");
     const answer = await answered(["schedule=custom"]);
     assert.match(answer.error, /never begins/);
-    await error().filter({ hasText: "my.csv, line 1, column 2: 0B0 never begins" }).waitFor();
+    await error().filter({ hasText: "my.csv, line 1, column 2: 0B0 on rank 0 never begins" }).waitFor();
     await shot("deadlock");
     await field("csv").fill("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
     await error().waitFor({ state: "hidden", ...WITHIN });
@@ -178,6 +178,7 @@ const checks = {
     const link = await page.evaluate(() => navigator.clipboard.readText());
     const before = await page.evaluate(() => window.playgroundAnswer.answer);
     await page.locator("#play .commands button").first().click();
+    await page.locator("#play .commands button", { hasText: "copied" }).waitFor();
     assert.equal(await page.evaluate(() => navigator.clipboard.readText()), before.train);
     await open(new URL(link).hash);
     const after = await answered(["schedule=foldx_fifo", "costs.grad_reduce=6"]);
