@@ -111,7 +111,7 @@ def model_units(shape: PlannedShape) -> tuple[UnitSpec, ...]:
 def model_flops(shape: PlannedShape) -> int:
     """Of a forward of one sequence, without the scores that a causal mask hides: half of them.
 
-    Of a traced model nobody knows which products are scores: all of them count.
+    A trace does not say which products are scores: all of them count.
     """
     flops = sum(unit.forward_flops for unit in model_units(shape))
     if isinstance(shape, TracedShape):
