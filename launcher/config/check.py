@@ -412,6 +412,9 @@ def _check_planner(config: LaunchConfig) -> None:
             "loss_over=batch puts all forwards before the first backward, which the planner's "
             "orders do not. Try plan=manual with a schedule of your own, or loss_over=microbatch."
         )
+    elif config.loss_over == "tokens" and config.planner.asynchronous:
+        reason = "loss_over=tokens needs a flush, and planner.asynchronous=true plans without one."
+        raise PlanError(reason, fix="Try loss_over=auto.")
     planner = config.planner
     if planner.export is not None and config.mode != "plan":
         raise PlanError(

@@ -49,6 +49,10 @@ def test_one_loss_of_the_batch_leaves_the_order_to_nobody_else(tmp_path, monkeyp
     done = run_here([*words, "plan=auto"], tmp_path / "auto", monkeypatch)
     done.assert_refused()
     assert "loss_over=batch puts all forwards before the first backward" in done.errors
+    words = ["mode=plan", "costs=uniform", "loss_over=tokens", "planner.asynchronous=true"]
+    done = run_here(words, tmp_path / "late", monkeypatch)
+    done.assert_refused()
+    assert "loss_over=tokens needs a flush" in done.errors
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "16-mixed"])

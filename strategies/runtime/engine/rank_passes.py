@@ -91,7 +91,7 @@ class RankPasses(RankWeights):
         else:
             microbatches = split_batch(batch, self.plan.num_microbatches, loaders)
         count = len(microbatches)
-        if self.tokens is not None:
+        if self.tokens is not None and options.mode != "predict":  # which needs no targets
             microbatches, targets = self.tokens.weigh(microbatches)
             if self.model.uncut:
                 targets /= count  # Each of them is the whole batch.

@@ -362,8 +362,8 @@ class StageCompute:
 
     def _end_of_pipeline(self, microbatch: int, loss: Tensor | float | None, result: Any) -> None:
         weight = self._microbatches[microbatch].weight
-        if weight == 0:  # A mean over no target is not a number.
-            loss = 0.0 if self._on_host else None
+        if weight == 0 and loss is not None:  # A mean over no target is not a number.
+            loss = torch.zeros_like(loss) if isinstance(loss, Tensor) else 0.0
         if isinstance(loss, float):
             value = loss * weight
             self._mean = value if self._mean is None else self._mean + value

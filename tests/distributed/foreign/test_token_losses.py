@@ -65,6 +65,9 @@ class Masked(Net):
 
 
 class Validated(Masked):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
 
@@ -107,6 +110,16 @@ def test_a_mean_over_tokens_is_that_of_one_process(
 
 def test_validation_counts_by_tokens_too(ranks: Callable[[int], Ranks]) -> None:
     equal_to_stock(ranks, validated, "1f1b", strategy=TOKENS)
+
+
+def test_predictions_need_no_targets(ranks: Callable[[int], Ranks]) -> None:
+    equal_to_stock(ranks, validated, "1f1b", strategy=TOKENS, told=predicted)
+
+
+def predicted(module: Any, trainer: Any) -> Any:
+    data = TensorDataset(torch.ones(6, LENGTH, WIDTH, dtype=torch.float64))
+    (found,) = trainer.predict(module, DataLoader(data, batch_size=6))
+    assert found.shape == (6, LENGTH, WORDS)
 
 
 def test_means_by_rows_are_others(ranks: Callable[[int], Ranks]) -> None:
